@@ -13,8 +13,17 @@ import tracer
 from tracer.errors import TraceCorruptError, TraceError, TraceExistsError, TraceUnreadableError, UnknownNameError
 from tracereel import options
 from tracereel.checks import RESULT_SUFFIXES, check_apart, check_installed, check_new
-from tracereel.command import Command, conclude
-from tracereel.errors import DAMAGED, DIFFERENT, FAILED, UNVERIFIED, WRONG_USAGE, Failure, wrong_usage
+from tracereel.command import (
+    DAMAGED,
+    DIFFERENT,
+    FAILED,
+    UNVERIFIED,
+    WRONG_USAGE,
+    Command,
+    Failure,
+    conclude,
+    wrong_usage,
+)
 from tracereel.facts import answer_facts, message_line
 from tracereel.options import Filters
 from tracereel.printing import (
@@ -41,7 +50,7 @@ if TYPE_CHECKING:
     from tracer.messaging.subscriber import Subscriber
     from tracer.replaying.plan import Plan
     from tracer.trace.reader import TraceReader
-    from tracereel.again import Again
+    from tracereel.programs import Again
 
 
 # -- replay -------------------------------------------------------------------------------------------------------
@@ -207,7 +216,7 @@ def replay(
 
 def _run_again(trace: str, line: str, steps: tuple[int, int], attempt: int | None) -> Again:
     """Run the steps again, and return the result if none of their values differs from the run's."""
-    from tracereel.again import Script, recorded_again
+    from tracereel.programs import Script, recorded_again
 
     found = recorded_again(trace, Script.of(line, trace), steps, attempt)
     if not found.usable:
@@ -224,7 +233,7 @@ def _print_steps_to_run(trace: str, steps: tuple[int, int], attempt: int | None)
 
     with recorded_run(trace, attempt) as recorded:
         plan = plan_of(recorded, steps)
-        from tracereel.again import trace_of_steps
+        from tracereel.programs import trace_of_steps
 
         click.echo(
             f"would run {plan.count:,} steps, from the keyframe of step {plan.keyframe.at.global_step:,}, and ask "

@@ -13,8 +13,7 @@ import click
 from tracer.shown import printable
 from tracereel import options
 from tracereel.checks import check_installed
-from tracereel.command import Command, conclude
-from tracereel.errors import SOME_FAILED, UNVERIFIED, wrong_usage
+from tracereel.command import SOME_FAILED, UNVERIFIED, Command, conclude, wrong_usage
 from tracereel.options import Filters
 from tracereel.printing import plain_warnings, print_json, say, size, tell
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from tracer.errors import TraceError, TraceExistsError, TracerError
-from tracereel.errors import WRONG_USAGE, Failure
+from tracereel.command import WRONG_USAGE, Failure
 
 if TYPE_CHECKING:
     from tracer.stores.locations import Location

@@ -9,8 +9,7 @@ import click
 import tracer
 from tracer.errors import TraceLostError
 from tracereel import options
-from tracereel.command import Command, conclude
-from tracereel.errors import DAMAGED, FAILED
+from tracereel.command import DAMAGED, FAILED, Command, conclude
 from tracereel.options import Filters
 from tracereel.printing import complain, print_json, print_table, progress, size, span, tell
 

@@ -20,8 +20,8 @@ from tracer.recording.reenacting.recorded import recorded_run
 from tracer.recording.reenacting.reenact import plan_of
 from tracer.replaying.plan import Plan
 from tracer.trace.streams import StreamInfo
-from tracereel.again import RECORDED, Script, found_again, recorded_again, trace_of_steps
-from tracereel.errors import Failure
+from tracereel.command import Failure
+from tracereel.programs import RECORDED, Script, found_again, recorded_again, trace_of_steps
 
 FOLDER = "reenacted"
 """The subfolder of a batch for the traces of steps that were run again."""

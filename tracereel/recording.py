@@ -20,7 +20,7 @@ from tracer.messaging.messages import DEFAULT_TAG
 from tracer.shown import printable
 from tracereel import options
 from tracereel.checks import check_new_trace
-from tracereel.errors import FOUND, WRONG_USAGE, Failure, debugging, need_analyze, wrong_usage
+from tracereel.command import FOUND, WRONG_USAGE, Failure, debugging, need_analyze, wrong_usage
 from tracereel.printing import few_shapes, path_in_model, print_json, print_table, say, size, steps_in_short
 from tracereel.programs import MAIN, OPTIONS, ProgramCommand, module_option, program_argument, program_of, title_of
 
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from tracer.recording.flight import Flight
     from tracer.recording.launching.program import Program
     from tracer.recording.options import Options
-    from tracer.recording.pacing.first_step import Outlook
-    from tracer.recording.run import Run
+    from tracer.recording.pacer import Outlook
+    from tracer.recording.recording import Run
     from tracer.stores.locations import Location
     from tracer.trace.certificate import Certificate
     from tracer.trace.streams import StreamInfo
@@ -426,16 +426,16 @@ def _watch(stop_on: str | None, rules: tuple[str, ...], rehearsals: Rehearsals) 
 
 def _become_launcher(program: tuple[str, ...], module: str | None, rehearsals: Rehearsals) -> None:
     """If the program is torchrun or accelerate, replace this process by it; otherwise return."""
-    from tracer.recording.launching import launchers
+    from tracer.recording.launching.program import become, launcher_of
 
-    launcher = launchers.launcher_of(program, module)
+    launcher = launcher_of(program, module)
     if launcher is None:
         return
     if rehearsals.only_dry_run or rehearsals.certify_steps is not None:
         option = "--dry-run" if rehearsals.only_dry_run else "--certify"
         raise click.UsageError(f"{option} runs a script of one process: give it without {launcher.name}")
     before = click.get_current_context().meta.get(OPTIONS, [])
-    launchers.become(launcher, ["record", *before], program=MAIN)
+    become(launcher, ["record", *before], program=MAIN)
 
 
 def _run_unwatched(program: Program) -> NoReturn:
@@ -509,7 +509,7 @@ def _certificate(
 
 
 def _dry_run(program: Program, settings: Sequence[Mapping[str, Any]], chosen: Options, rehearsals: Rehearsals) -> None:
-    from tracer.recording.certifying.dry_run import dry_run
+    from tracer.recording.certifying.rehearsal import dry_run
 
     facts = dry_run(program, settings, chosen, run_steps=rehearsals.run_steps)
     if rehearsals.as_json:
@@ -533,7 +533,7 @@ _CLOCKS = {"epoch": "every epoch", "aside": "as in the first steps"}
 
 
 def _print_dry_run(facts: Mapping[str, Any]) -> None:
-    """Print the result of `tracer.recording.certifying.dry_run.dry_run`."""
+    """Print the result of `tracer.recording.certifying.rehearsal.dry_run`."""
     rows = [
         (
             *(stream["kind"], path_in_model(stream["module"], stream["leaf"]), stream["tag"], stream["dtype"]),

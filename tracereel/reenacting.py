@@ -10,19 +10,25 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tracereel import options
-from tracereel.again import trace_of_steps
 from tracereel.asking import Outputs
 from tracereel.checks import check_new_trace
-from tracereel.command import conclude
-from tracereel.errors import DIFFERENT, FAILED, UNVERIFIED, WRONG_USAGE, Failure, wrong_usage
+from tracereel.command import DIFFERENT, FAILED, UNVERIFIED, WRONG_USAGE, Failure, conclude, wrong_usage
 from tracereel.options import Steps
 from tracereel.printing import print_json, say, show, tell
-from tracereel.programs import MAIN, OPTIONS, ProgramCommand, module_option, program_argument, program_of
+from tracereel.programs import (
+    MAIN,
+    OPTIONS,
+    ProgramCommand,
+    module_option,
+    program_argument,
+    program_of,
+    trace_of_steps,
+)
 
 if TYPE_CHECKING:
     from analyze.tables.results import Results
     from tracer.recording.launching.program import Program
-    from tracer.recording.reenacting.late_probes import LateProbe
+    from tracer.recording.reenacting.reenact import LateProbe
     from tracer.stores.locations import Location
 
 
@@ -141,7 +147,7 @@ def reenact(
             raise click.UsageError("--probe makes a trace, which trace replay asks; -s is for steps that are run again")
         called = out or f"{Path(run).with_suffix('')}.probes.zarr"
         target = check_new_trace(called, overwrite)
-        from tracer.recording.reenacting.late_probes import LateProbe
+        from tracer.recording.reenacting.reenact import LateProbe
 
         span = None if steps_again is None else steps_again[:2]
         given = LateProbe(_inputs(late_probe), None if probe_labels is None else _array(probe_labels), span, attempt)
@@ -233,17 +239,16 @@ def _run_by_launcher(run: str, program: tuple[str, ...], module: str | None) -> 
 
     The launcher runs in this process, so that it gets the signals sent to the command.
     """
-    from tracer.recording.launching import launchers
+    from tracer.recording.launching.program import Program, arguments_for, launcher_of
 
-    launcher = launchers.launcher_of(program, module)
+    launcher = launcher_of(program, module)
     if launcher is None:
         return
-    from tracer.recording.launching.program import Program
     from tracer.recording.launching.script import unwatched
 
     ctx = click.get_current_context()
     command = ["reenact", run, *ctx.meta[OPTIONS]]
-    arguments = launchers.arguments_for(launcher, command, program=MAIN)
+    arguments = arguments_for(launcher, command, program=MAIN)
     with TemporaryDirectory(prefix="trace-") as folder:
         os.environ[_CODES] = folder
         status = unwatched(Program(script=launcher.module, arguments=arguments, module=True))
@@ -270,7 +275,7 @@ def _probe(
     overwrite: bool,
 ) -> None:
     from tracer.recording.options import Options
-    from tracer.recording.reenacting.late_probes import probe_script
+    from tracer.recording.reenacting.reenact import probe_script
 
     done = probe_script(
         run,

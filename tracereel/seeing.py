@@ -11,8 +11,7 @@ import click
 import tracer
 from tracer.errors import CaptureError, TracerError
 from tracereel import options
-from tracereel.command import Command, conclude
-from tracereel.errors import DAMAGED, FOUND, SOME_FAILED, Failure, debugging, wrong_usage
+from tracereel.command import DAMAGED, FOUND, SOME_FAILED, Command, Failure, conclude, debugging, wrong_usage
 from tracereel.options import Filters
 from tracereel.printing import complain, note_problems, note_status, plain_warnings, print_json, print_table, tell
 from tracereel.showing import means_several

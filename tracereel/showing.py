@@ -16,11 +16,9 @@ from tracer.secrets import masked
 from tracer.shown import printable
 from tracereel import options
 from tracereel.checks import TRACE_SUFFIXES
-from tracereel.command import Command, conclude
-from tracereel.errors import SOME_FAILED, as_typed
-from tracereel.facts import message_facts, message_line, stream_facts
+from tracereel.command import SOME_FAILED, Command, as_typed, conclude
+from tracereel.facts import message_facts, message_line, overview, stream_facts
 from tracereel.options import Filters
-from tracereel.overview import overview
 from tracereel.printing import complain, few_shapes, note_problems, print_json, print_table, size, span, where
 
 if TYPE_CHECKING:

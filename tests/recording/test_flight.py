@@ -19,7 +19,7 @@ import tracer
 from tests.recording.flight_runs import ALL, FORMATS, LIGHT, ROOT, flights, is_full, key, network, same, train
 from tracer import Capture, CaptureError, Collect, Flight, Message, UnknownNameError
 from tracer.errors import StopTraining
-from tracer.recording.run import Run
+from tracer.recording.recording import Run
 
 # -- a NaN in a training ------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from tests.recording.flight_runs import ALL, LIGHT, flights, is_full, train
 from tracer import Flight, Message
 from tracer.messaging.messages import NetworkMessage, checked, with_data
 from tracer.recording.flight import PER_MESSAGE, Ring, size_of
-from tracer.recording.run import Run
+from tracer.recording.recording import Run
 from tracer.recording.transfers import ELSEWHERE, Copy
 
 

@@ -15,7 +15,7 @@ from tracer.errors import TraceError, summary
 from tracer.secrets import masked, masked_command, masked_text
 from tracer.stores.locations import location
 from tracer.trace.writer import TraceWriter
-from tracereel.errors import Failure
+from tracereel.command import Failure
 
 S = "hUnter2/x+Y"  # with a slash, as keys of object stores have
 PROGRAM = """

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 import tracer
 from tests import processes
 from tracer.errors import CaptureError
-from tracer.recording.launching.launchers import Launcher, launcher_of, refuse_other_languages
+from tracer.recording.launching.program import Launcher, launcher_of, refuse_other_languages
 from tracereel.main import main
 
 ROOT = Path(__file__).parents[3]

@@ -25,13 +25,12 @@ from tracer.observing.capture import Capture, observed
 from tracer.observing.optimizers import steps_within
 from tracer.observing.probes import PROBE
 from tracer.observing.pytorch.loss_graph import behind
-from tracer.recording.certifying.fingerprint import fingerprint
+from tracer.recording.certifying.certify import Rehearsal, fingerprint
 from tracer.recording.certifying.rehearsal import Request
-from tracer.recording.certifying.verdict import Rehearsal
 from tracer.recording.launching.script import captures_of, run, unwatched
-from tracer.recording.launching.stand_ins import replaced, telling, telling_backward
+from tracer.recording.launching.session import replaced, telling, telling_backward
 from tracer.recording.launching.trained import models_of, names_of
-from tracer.recording.run import Run
+from tracer.recording.recording import Run
 from tracer.trace.reader import TraceReader
 
 _SEED = 67280421310721

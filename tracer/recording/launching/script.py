@@ -29,7 +29,7 @@ from tracer.recording import termination
 from tracer.recording.launching.program import Program
 from tracer.recording.launching.session import Recipe, Session, watching
 from tracer.recording.options import Options
-from tracer.recording.run import Run
+from tracer.recording.recording import Run
 from tracer.stores.locations import Anywhere, Location, location
 from tracer.stores.opening import backend_of
 from tracer.trace.claiming import check_target, heads, refuse_living, this_process

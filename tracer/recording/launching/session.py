@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -24,17 +24,75 @@ from tracer.messaging.receiver import Receiver
 from tracer.observing.capture import Capture
 from tracer.observing.pytorch.hanging import before_any_step
 from tracer.observing.pytorch.loss_functions import LOSS_FUNCTIONS
+from tracer.observing.pytorch.patches import Differentiating
 from tracer.recording import termination
-from tracer.recording.family import Member
-from tracer.recording.launching import children
-from tracer.recording.launching.epochs import Epochs
-from tracer.recording.launching.stand_ins import called_as, replaced, telling, telling_backward
-from tracer.recording.launching.trained import TrainedModels
+from tracer.recording.launching.program import can_be_told, may_train, recording_process
+from tracer.recording.launching.trained import Epochs, TrainedModels
 from tracer.recording.options import Options
-from tracer.recording.recording import concluded, end, observer, start
-from tracer.recording.run import Run
+from tracer.recording.own_part import Member
+from tracer.recording.recording import Run, concluded, end, observer, start
 from tracer.stores.locations import Location
 from tracer.trace.claiming import of_launch
+
+
+@contextmanager
+def replaced(owner: type, name: str, ours: Any) -> Iterator[None]:
+    """Replace an attribute inside this context; on exit, restore the original even if the attribute has changed again.
+
+    Examples
+    --------
+    >>> class Owner:
+    ...     name = "theirs"
+    >>> with replaced(Owner, "name", "ours"):
+    ...     Owner.name
+    'ours'
+    >>> Owner.name
+    'theirs'
+    """
+    original = vars(owner).get(name)
+    setattr(owner, name, ours)
+    try:
+        yield
+    finally:
+        if original is None:  # the attribute was inherited
+            delattr(owner, name)
+        else:
+            setattr(owner, name, original)
+
+
+def called_as(original: Callable[..., Any], stand_in: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a stand-in the name, the docstring and the signature of a function."""
+    return functools.update_wrapper(stand_in, original, ("__name__", "__doc__"), ())
+
+
+def telling(original: Callable[..., None], tell: Callable[[Any], None]) -> Callable[..., None]:
+    """A method that calls ``tell(self)`` after the original has returned."""
+
+    def told(owner: Any, *args: Any, **kwargs: Any) -> None:
+        original(owner, *args, **kwargs)
+        tell(owner)
+
+    return called_as(original, told)
+
+
+def telling_backward(begins: Callable[[Tensor], None], ended: Callable[[], None]) -> Callable[..., None]:
+    """A ``Tensor.backward`` that reports its begin and its end, but not those of nested calls."""
+    original: Callable[..., None] = Tensor.backward
+    running = Differentiating()
+
+    def backward(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+        if running.now:
+            original(tensor, *args, **kwargs)
+            return
+        begins(tensor)
+        running.now = True
+        try:
+            original(tensor, *args, **kwargs)
+        finally:
+            running.now = False
+        ended()
+
+    return called_as(original, backward)
 
 
 @dataclass(frozen=True)
@@ -243,11 +301,11 @@ class Session:
         ours = os.getpid() == self.pid and not recipe.member.number and recipe.member.process().related
         member = recipe.member.child(self._children + 1)
         record = functools.partial(run_child, replace(recipe, name=f"{recipe.name}, {process.name},", member=member))
-        if not (ours and children.may_train(process) and children.can_be_told(record)):
+        if not (ours and may_train(process) and can_be_told(record)):
             self._others = True
             return contextlib.nullcontext()
         self._children += 1
-        return children.recorded(process, record, self._exporter.detach)
+        return recording_process(process, record, self._exporter.detach)
 
     def follow(self, tell: Callable[..., None], *told: Any) -> None:
         """Call a method of `epochs`; a failure does not reach the script."""
