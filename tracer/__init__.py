@@ -31,7 +31,7 @@ _OF_HOME = {
     "tracer.observing.exporter": ("Exporter",),
     "tracer.observing.profiles": ("profile",),
     "tracer.recording.certifying.certify": ("certify",),
-    "tracer.recording.flight": ("Flight",),
+    "tracer.recording.options": ("Flight",),
     "tracer.recording.recorder": ("Recorder",),
     "tracer.recording.reenacting.reenact": ("reenact",),
     "tracer.recording.recording": ("Run", "record"),

@@ -26,7 +26,7 @@ from tracer.observing.capture import KEYFRAME, Capture
 from tracer.observing.exporter import Exporter
 from tracer.observing.profiles import profile
 from tracer.recording.certifying.certify import certify
-from tracer.recording.flight import Flight
+from tracer.recording.options import Flight
 from tracer.recording.recorder import Recorder
 from tracer.recording.recording import Run, record
 from tracer.recording.reenacting.reenact import reenact

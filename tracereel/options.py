@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -9,7 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from tracer.errors import CaptureError, UnknownNameError
-from tracer.recording.environment import seconds_of, share_of, size_of
+from tracer.recording import checks
+from tracer.recording.checks import Memory, OneOf, Size, Whole, from_zero, seconds_of, share_of, size_in_units, size_of
 
 if TYPE_CHECKING:
     from tracer.trace.reader import TraceReader
@@ -114,6 +116,38 @@ def seconds(*names: str, **attributes: Any) -> Decorator:
 def one_of(name: str, *values: str, **attributes: Any) -> Decorator:
     """An option whose value is one of several words, by default the first."""
     return click.option(name, type=click.Choice(values), default=values[0], show_default=True, **attributes)
+
+
+def declared(owner: Any, *names: str, prefix: str = "") -> Decorator:
+    """Options for some fields of a dataclass of options, which have their checks, defaults and help.
+
+    Parameters
+    ----------
+    owner : dataclass
+        Its fields are declared with `tracer.recording.checks.option`.
+    *names : str
+        The fields.
+    prefix : str
+        Stands before the name of each field.
+    """
+    by_name = {one.name: one for one in dataclasses.fields(owner)}
+    return together(*(_for_field(by_name[name], f"--{prefix}{name}".replace("_", "-")) for name in names))
+
+
+def _for_field(declaration: dataclasses.Field[Any], name: str) -> Decorator:
+    check, told = declaration.metadata["check"], declaration.metadata["told"]
+    default = declaration.default
+    shown = {} if default is None else {"default": default, "show_default": True}
+    if isinstance(check, Whole):
+        return number(name, least=check.least, help=told, **shown)
+    if isinstance(check, OneOf):
+        return one_of(name, *check.words, help=told)
+    if isinstance(check, Size | Memory):
+        shown = {} if default is None else {"default": size_in_units(default), "show_default": True}
+        return size(name, least=getattr(check, "least", 1), help=told, **shown)
+    if check is from_zero:
+        return click.option(name, type=click.FloatRange(min=0), metavar="S", help=told, **shown)
+    return {None: flag, checks.share: share, checks.seconds: seconds}[check](name, help=told)
 
 
 def several(*names: str, **attributes: Any) -> Decorator:

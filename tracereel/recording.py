@@ -17,6 +17,7 @@ from click.core import ParameterSource
 import tracer
 from tracer.errors import CaptureError, UnknownNameError
 from tracer.messaging.messages import DEFAULT_TAG
+from tracer.recording.options import DISABLE, NAMES, WHEN, Flight, Options, bounds_or, disabled
 from tracer.shown import printable
 from tracereel import options
 from tracereel.checks import check_new_trace
@@ -28,9 +29,8 @@ if TYPE_CHECKING:
     from analyze.seeing.watch import Watch
     from tracer.messaging.receiver import Receiver
     from tracer.observing.capture import Capture
-    from tracer.recording.flight import Flight
     from tracer.recording.launching.program import Program
-    from tracer.recording.options import Options
+    from tracer.recording.options import Flight, Options
     from tracer.recording.pacer import Outlook
     from tracer.recording.recording import Run
     from tracer.stores.locations import Location
@@ -101,8 +101,6 @@ class FlightOptions(NamedTuple):
                 option = f"--{given[0].replace('_', '-')}"
                 raise click.UsageError(f"{option} is about the flight recorder: give --flight with it")
             return None
-        from tracer.recording.flight import NAMES, WHEN, Flight
-
         rules = [one for one in self.flight_when if one not in NAMES]
         names = [one for one in self.flight_when if one in NAMES]
         when: list[str | Receiver] = [*(names if self.flight_when else WHEN)]
@@ -172,38 +170,11 @@ _CAPTURE = ("kinds", "modules", "every", "burst", "start", "stop", "rows", "posi
     "what is recorded]",
 )
 @click.option("--config", metavar="FILE", help="Settings of tracer.Capture as TOML or JSON; options here win.")
-@options.size(
-    "--queue-bytes", default="256MiB", show_default=True, help="How much data may wait for the thread that writes."
-)
-@options.one_of(
-    "--on-full", "wait", "drop", help="When so much waits: let the training wait, or drop messages and count them."
-)
-@options.number(
-    "--commit-steps",
-    help="Make what was recorded safe against kill -9 every N steps.  [default: by time and size only]",
-)
-@click.option(
-    "--commit-seconds",
-    type=click.FloatRange(min=0),
-    metavar="S",
-    default=2.0,
-    show_default=True,
-    help="And after S seconds at the latest.",
-)
-@options.flag("--durable", help="Safe against a power failure too (fsync).  [default: no]")
-@options.flag(
-    "--strict",
-    help="End the training if it can no longer be recorded, and exit with 1 if nothing of one was.  [default: go on]",
-)
+@options.declared(Options, "queue_bytes", "on_full", "commit_steps", "commit_seconds", "durable", "strict")
 @module_option
 @options.compression
 @options.overwrite
-@options.flag("--resume", help="Go on with the trace, if there is one, after a restart.")
-@options.number(
-    "--first-step",
-    least=0,
-    help="With --resume: the step that the checkpoint goes on with.  [default: as the optimizer counted]",
-)
+@options.declared(Options, "resume", "first_step")
 @click.option(
     "--stop-on",
     type=click.Choice(["note", "warning", "error"]),
@@ -214,53 +185,15 @@ _CAPTURE = ("kinds", "modules", "every", "burst", "start", "stop", "rows", "posi
     "--rule", "rules", metavar="NAME[:key=value,...]",
     help="With --stop-on: judge by this rule only; may be repeated. See trace rules.",
 )  # fmt: skip
-@options.one_of(
-    *("--replicated", "once", "every"),
-    help="Of several ranks: record weights that they hold alike by one of them, or by each.",
-)
-@options.share(
-    "--max-overhead",
-    help="The share of the training's CPU time that recording may take, such as 3%: tensors, statistics and hashes, "
-    "and then keyframes, are recorded as often as that allows.  [default: with the profile standard 5%]",
-)
-@options.seconds(
-    "--overhead-credit",
-    help="CPU time that recording may take before --max-overhead holds, such as 30s.  [default: with the profile "
-    "standard 5s, unless --max-overhead is given]",
-)
-@options.size(
-    "--max-bytes",
-    help="Bound of the trace, such as 500MB or 2GiB, before compression, all ranks and attempts together: as it is "
-    "used up, what is recorded becomes rarer.",
-)
-@options.size(
-    "--stop-at-bytes",
-    help="As --max-bytes, but nothing becomes rarer, and the first step that does not fit as a whole ends the "
-    "recording; the script goes on.",
-)
-@options.size(
-    "--min-free-disk",
-    least=0,
-    help="End the recording where less of the disk is free; the script goes on.  [default: 1GiB, or 2 % of the file "
-    "system if that is less]",
+@options.declared(
+    *(Options, "replicated", "max_overhead", "overhead_credit", "max_bytes", "stop_at_bytes", "min_free_disk")
 )
 @options.flag(
     "--flight",
     "with_flight",
     help="Also hold the last steps in full in memory, and write them when something happens.",
 )
-@options.number(
-    "--flight-before", least=0, default=8, show_default=True, help="With --flight: steps before that one to write."
-)
-@options.number(
-    "--flight-after", least=0, default=4, show_default=True, help="With --flight: steps after that one to write."
-)
-@options.size(
-    "--flight-bytes",
-    default="1GiB",
-    show_default=True,
-    help="With --flight: how much may be held. The oldest steps leave first.",
-)
+@options.declared(Flight, "before", "after", "bytes", prefix="flight_")
 @options.several(
     "--flight-when", metavar="NAME",
     help="With --flight: write when this happens: non_finite, loss, norm, exception, signal (SIGUSR1), or a rule finds "
@@ -344,8 +277,6 @@ def record(
     given["flight"] = recorder.flight()
     _become_launcher(program, module, rehearsals)
     script = program_of(program, module)
-    from tracer.recording.environment import bounds_or, disabled
-
     off = disabled()
     given["max_bytes"], given["stop_at_bytes"] = bounds_or(given["max_bytes"], given["stop_at_bytes"])
     if off and not rehearsals.only_dry_run:
@@ -358,7 +289,6 @@ def record(
     with _wrong_settings():
         from tracer.observing.probes import ProbePlan
         from tracer.recording.launching.script import captures_of
-        from tracer.recording.options import Options
         from tracer.trace.compression import Compression
 
         captures = captures_of(settings)
@@ -439,7 +369,6 @@ def _become_launcher(program: tuple[str, ...], module: str | None, rehearsals: R
 
 
 def _run_unwatched(program: Program) -> NoReturn:
-    from tracer.recording.environment import DISABLE
     from tracer.recording.launching.script import unwatched
 
     say(f"{DISABLE} is set: the script runs without being recorded")

@@ -13,7 +13,8 @@ from torch import nn
 
 import tracer
 from tracer import CaptureError
-from tracer.recording.environment import bounds_or, disabled, size_of
+from tracer.recording.checks import size_of
+from tracer.recording.options import bounds_or, disabled
 from tracereel.main import main
 from tracereel.recording import record
 

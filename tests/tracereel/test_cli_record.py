@@ -10,7 +10,7 @@ import pytest
 
 from tests import processes
 from tests.tracereel.command_line import ROOT, run, snapshot, spawn
-from tracer.recording.environment import size_of
+from tracer.recording.checks import size_of
 from tracer.recording.options import Options
 from tracereel.options import Number
 

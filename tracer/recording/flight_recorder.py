@@ -1,21 +1,172 @@
-"""`FlightRecorder`: holds the last steps in full, and puts them into the trace when something happens."""
+"""`FlightRecorder`: holds the last steps in full in a `Ring`, and puts them into the trace when something happens."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, final
+
+from torch import Tensor
 
 from tracer.errors import StopTraining, raised_by_signal, summary
 from tracer.messaging.messages import DEFAULT_TAG, Message, with_data
 from tracer.messaging.receiver import Receiver
 from tracer.observing.demand import Apart
 from tracer.observing.exporter import Exporter
-from tracer.recording import user_signal
-from tracer.recording.flight import EXCEPTION, SIGNAL, Flight, Ring
+from tracer.recording.options import EXCEPTION, SIGNAL, Flight
 from tracer.recording.recorder import Recorder
-from tracer.recording.transfers import ELSEWHERE, Transfers
+from tracer.recording.transfers import ELSEWHERE, PER_MESSAGE, Copy, Transfers
 from tracer.recording.triggers import BY_NAME, Answer, Trigger
+
+_asked: list[Callable[[], None]] = []
+"""One function for each recording that waits for the signal."""
+_before: Any = signal.SIG_DFL
+"""The handler before this module installed its own."""
+_pid = 0
+"""The process in which this module handles the signal."""
+
+
+def listen_to_signal(ask: Callable[[], None]) -> None:
+    """Call a function when the signal arrives, until `ignore_signal`.
+
+    Does nothing outside the main thread, or if the current handler was not installed from Python (``faulthandler``).
+    The function may be called between any two instructions, so it should only set a flag.
+    """
+    global _before, _pid
+    there = signal.getsignal(signal.SIGUSR1)
+    if there is None or threading.current_thread() is not threading.main_thread():
+        return
+    if there is not _handle:
+        _before, _pid = there, os.getpid()
+        signal.signal(signal.SIGUSR1, _handle)
+    _asked.append(ask)
+
+
+def ignore_signal(ask: Callable[[], None]) -> None:
+    """Undo `listen_to_signal`. The last call restores the earlier handler, unless the program has another since."""
+    if ask in _asked:
+        _asked.remove(ask)
+    here = threading.current_thread() is threading.main_thread()
+    if not _asked and here and signal.getsignal(signal.SIGUSR1) is _handle:
+        signal.signal(signal.SIGUSR1, _before)
+
+
+def _handle(number: int, frame: Any) -> None:
+    mine = os.getpid() == _pid  # a forked child records nothing
+    if mine:
+        for ask in tuple(_asked):
+            ask()
+    if callable(_before):
+        _before(number, frame)
+    elif _before is signal.SIG_DFL and not (mine and _asked):  # the default action: the signal ends the process
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+
+@final
+class Ring:
+    """The messages of the last steps, within a bound of bytes.
+
+    Data on a device is held as its requested `Copy`, until `settle`.
+
+    Parameters
+    ----------
+    bound : int
+        The most bytes, never exceeded: the oldest steps are dropped before a message is added.
+
+    Attributes
+    ----------
+    nbytes : int
+        Bytes that the messages take.
+    whole_from : int
+        No message of this step or a later one was dropped.
+    too_large : int or None
+        The last step that was larger than the bound.
+
+    Examples
+    --------
+    >>> from tracer import NetworkMessage
+    >>> ring = Ring(3 * PER_MESSAGE)
+    >>> for step in range(5):
+    ...     ring.hold(NetworkMessage(kind="batch_started", global_step=step, train_step=step, epoch=0))
+    >>> ring.whole_from, [message.global_step for message in ring.emptied()], ring.nbytes
+    (2, [2, 3, 4], 0)
+    """
+
+    def __init__(self, bound: int) -> None:
+        self.nbytes = 0
+        self.whole_from = 0
+        self.too_large: int | None = None
+        self._bound = bound
+        # each message with its bytes, and the copy of its data while that is under way
+        self._messages: deque[tuple[Message, int, Copy | None]] = deque()
+        self._settled = True  # whether no copy is under way
+
+    def hold(self, message: Message, copy: Copy | None = None) -> None:
+        """Take a message; `copy` is its data while that is under way to the host.
+
+        To make room, older steps are dropped, and, if that is not enough, the message's own step.
+        """
+        step, size = message.global_step, bytes_in_memory(message, copy)
+        if step < self.whole_from:
+            return
+        while self.nbytes + size > self._bound:
+            self.drop_before((self._messages[0][0].global_step if self._messages else step) + 1)
+            if step < self.whole_from:
+                self.too_large = step
+                return
+        self.nbytes += size
+        self._messages.append((message, size, copy))
+        self._settled &= copy is None
+
+    def settle(self, wait: Callable[[Copy], Tensor | None]) -> None:
+        """Wait for data that is under way; drop messages whose data was changed before the copy."""
+        if self._settled:
+            return
+        self._settled = True
+        settled = deque[tuple[Message, int, Copy | None]]()
+        for message, size, copy in self._messages:
+            data = None if copy is None else wait(copy)
+            if copy is None:
+                settled.append((message, size, None))
+            elif data is not None:
+                settled.append((with_data(message, data), size, None))
+            else:
+                self.nbytes -= size
+        self._messages = settled
+
+    def drop_before(self, step: int) -> None:
+        """Drop the messages of all steps before `step`."""
+        messages = self._messages
+        while messages and messages[0][0].global_step < step:
+            self.nbytes -= messages.popleft()[1]
+        self.whole_from = max(self.whole_from, step)
+
+    def emptied(self) -> Iterator[Message]:
+        """Give out the messages in order, and remove each from the ring."""
+        while self._messages:
+            message, size, _ = self._messages.popleft()
+            self.nbytes -= size
+            yield message
+
+    def clear(self) -> None:
+        """Drop all messages."""
+        self._messages.clear()
+        self.nbytes = 0
+
+
+def bytes_in_memory(message: Message, copy: Copy | None = None) -> int:
+    """The bytes that a message takes in memory; for data that is a view, those of its whole storage."""
+    data = message.data
+    if copy is not None:
+        return PER_MESSAGE + copy.nbytes
+    if data is None:
+        return PER_MESSAGE
+    return PER_MESSAGE + max(data.nbytes, data.untyped_storage().nbytes())
 
 
 @final
@@ -58,7 +209,7 @@ class FlightRecorder(Receiver):
         exporter.message_bus.watch(self._receivers_changed)
         exporter.set_apart(Apart(flight.captures, self.wants, self.hold))
         if SIGNAL in flight.names:
-            user_signal.listen(self._signal)
+            listen_to_signal(self._signal)
 
     def keep(self, why: str) -> None:
         """Write the held steps and the next ones; within a step, when that step is over."""
@@ -203,7 +354,7 @@ class FlightRecorder(Receiver):
 
     def _stop(self) -> None:
         self._holds = False
-        user_signal.ignore(self._signal)
+        ignore_signal(self._signal)
         self._ring.clear()
         self._transfers.forget()
         self._own.clear()

@@ -15,9 +15,8 @@ from tracer.messaging.messages import Message, with_data
 from tracer.messaging.receiver import Receiver
 from tracer.recording import termination
 from tracer.recording.budget import Budget, Held
-from tracer.recording.flight import PER_MESSAGE
-from tracer.recording.options import QUEUE_BYTES, check_queue
-from tracer.recording.transfers import ELSEWHERE, Copy, Transfers
+from tracer.recording.options import QUEUE_BYTES, check_option
+from tracer.recording.transfers import ELSEWHERE, PER_MESSAGE, Copy, Transfers
 from tracer.recording.writer_thread import MessageQueue, WriterThread
 from tracer.trace.writer import TraceWriter
 
@@ -82,7 +81,7 @@ class Recorder(Receiver):
         stopped: Callable[[Mapping[str, Any]], None] | None = None,
         elsewhere: Collection[tuple[str, str | None]] = frozenset(),
     ) -> None:
-        check_queue(queue_bytes, on_full)
+        check_option("on_full", on_full)
         self._make = None if isinstance(writer, TraceWriter) else writer
         self.derived = set(derived)
         self._elsewhere = elsewhere
@@ -90,7 +89,7 @@ class Recorder(Receiver):
         self.stopped = stopped
         self.seen = self.seen_bytes = 0
         self.overhears: Callable[[Message], None] | None = None
-        self._queue = MessageQueue(queue_bytes, on_full)
+        self._queue = MessageQueue(check_option("queue_bytes", queue_bytes), on_full)
         self._transfers = Transfers()
         self.closed = False
         self._ended = False  # whether a call of `close` has waited for the end, and reported errors

@@ -20,10 +20,9 @@ from tracer.messaging.receiver import Receiver, in_order
 from tracer.observing.capture import Capture
 from tracer.observing.exporter import Exporter
 from tracer.observing.profiles import DEFAULT_PROFILE, profile
-from tracer.recording import environment, termination
-from tracer.recording.flight import Flight
+from tracer.recording import termination
 from tracer.recording.flight_recorder import FlightRecorder
-from tracer.recording.options import COMMIT_SECONDS, QUEUE_BYTES, Options
+from tracer.recording.options import COMMIT_SECONDS, QUEUE_BYTES, Flight, Options, path_or
 from tracer.recording.own_part import Member, OwnPart, notes
 from tracer.recording.pacer import FirstStep, FreeDisk, Outlook, Pacer, disk_of
 from tracer.recording.recorder import Recorder
@@ -243,7 +242,7 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
         If something is at `path`; with `resume`, if the trace at `path` is still being recorded.
     CaptureError
         If the capture matches nothing, a receiver needs a stream that the capture does not observe, `resume` cannot
-        tell the step, or an environment variable (`tracer.recording.environment`) has an invalid value.
+        tell the step, or an environment variable (`tracer.recording.options`) has an invalid value.
     UnknownNameError
         If `compression` names no codec.
 
@@ -299,7 +298,7 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
         reenacts: Mapping[str, Any] | None = None,
     ) -> None:
         given = locals()
-        self.path = location(environment.path_or(path))
+        self.path = location(path_or(path))
         """Where the trace is written."""
         self._model = model
         self._optimizer = optimizer

@@ -19,6 +19,8 @@ So are the statistics of up to 2,048 streams, of all steps since the writer was 
 """
 MOST_BYTES: Final = 16 << 20
 """If more bytes wait on the device, the thread that asks for copies begins them itself."""
+PER_MESSAGE: Final = 512
+"""Bytes that a message takes besides its data, so that a bound also holds for a million empty messages."""
 ELSEWHERE: Final = torch.empty(0, device="cpu")
 """Stands in a message for data that is still on a device."""
 _ALIKE: Final = 16

@@ -22,13 +22,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tracer import walking
-from tracer.errors import CaptureError, TracerError, summary
+from tracer.errors import TracerError, summary
 from tracer.observing.exporter import Exporter
 from tracer.observing.optimizers import observable, steps_within
 from tracer.observing.pytorch.autograd import recomputing
 from tracer.observing.pytorch.tensors import bytes_of
 from tracer.observing.pytorch.wrappers import unwrap
-from tracer.recording import environment
+from tracer.recording.checks import Whole
+from tracer.recording.options import DISABLE, disabled
 from tracer.recording.recording import Run, record
 from tracer.stores.locations import location
 from tracer.trace.certificate import Certificate
@@ -339,12 +340,9 @@ def certify(train: Train, *, steps: int = STEPS) -> Certificate:
     >>> tracer.open(path).header["certificate"]["verdict"]
     'identical'
     """
-    if type(steps) is not int or steps < 1:
-        raise CaptureError(f"steps is a whole number from 1, not {steps!r}")
-    if environment.disabled():
-        return Certificate(
-            verdict="failed", reason=f"{environment.DISABLE} turns recording off, so nothing was compared"
-        )
+    Whole()("steps", steps)
+    if disabled():
+        return Certificate(verdict="failed", reason=f"{DISABLE} turns recording off, so nothing was compared")
     before = generators()
     runs: list[Steps] = []
     try:

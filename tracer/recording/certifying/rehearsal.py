@@ -24,9 +24,8 @@ from tracer.errors import CaptureError, plain
 from tracer.recording import termination
 from tracer.recording.budget import ROW_BYTES
 from tracer.recording.certifying.certify import Step, Steps, compare
-from tracer.recording.environment import REHEARSAL
 from tracer.recording.launching.program import Program
-from tracer.recording.options import Options
+from tracer.recording.options import REHEARSAL, Options
 from tracer.secrets import masked_text
 from tracer.trace.certificate import Certificate
 from tracer.trace.claiming import this_process

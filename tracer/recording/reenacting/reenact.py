@@ -23,10 +23,9 @@ from tracer.observing.capture import DEFAULT_KINDS, Capture
 from tracer.observing.exporter import Exporter
 from tracer.observing.probes import PROBE
 from tracer.observing.publisher import PROBED
-from tracer.recording.environment import REHEARSAL
 from tracer.recording.launching.program import Program
 from tracer.recording.launching.script import run
-from tracer.recording.options import Options
+from tracer.recording.options import REHEARSAL, Options
 from tracer.recording.recording import Run, record
 from tracer.recording.reenacting.comparison import Comparison, Verdict, steps_named
 from tracer.recording.reenacting.feed import Ended, Feed, restore
