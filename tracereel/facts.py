@@ -296,10 +296,6 @@ def _note(what: str, about: Any) -> Iterator[Line]:
         yield what, _in_short(about)
 
 
-def _problem(about: Mapping[str, Any]) -> str:
-    return f"{about.get('what')}: {about.get('why')} ({about.get('count', 1)} times)"
-
-
 def _overflowed(about: Mapping[str, Any]) -> str:
     """Values that became infinite in a cast of the capture."""
     count, of = (f"{one:,}" if isinstance(one, int) else one for one in (about.get("count"), about.get("of")))
@@ -343,15 +339,6 @@ def _before_and_after(pair: Any) -> str:
     return " → ".join(map(str, pair)) if isinstance(pair, list) else str(pair)
 
 
-def _unended(about: Mapping[str, Any]) -> str:
-    """Forwards after the last training step."""
-    passes, step = about.get("passes"), about.get("global_step")
-    return (
-        f"{passes} forwards after the last step have the number {step}, and are of no training step; "
-        "run.tag(...) or model.eval() around them tells them apart"
-    )
-
-
 _OUTCOMES = {"identical": "identical", "partial": "verified only in part", "unfinished": "ended too early"}
 
 
@@ -365,20 +352,30 @@ def _reenacted(about: Mapping[str, Any]) -> str:
     return f"{said}; the first other one is {first.get('kind')}{module} in step {first.get('step')}"
 
 
-def _flight(about: Mapping[str, Any]) -> str:
-    """Why a flight recorder has written the steps that it held."""
-    return (
-        f"{about.get('trigger')} at step {about.get('global_step')}: {about.get('why')}; steps "
-        f"{about.get('first_step')} to {about.get('last_step')} are there in full, as far as the run went"
-    )
+class _OrNone(dict[str, Any]):
+    """A note in which entries that are missing are None."""
+
+    def __missing__(self, name: str) -> None:
+        return None
+
+
+def _text(words: str, **missing: Any) -> Callable[[Mapping[str, Any]], str]:
+    """Says a note in words with its entries; `missing` are those that it need not have."""
+    return lambda about: words.format_map(_OrNone(missing | dict(about)))
 
 
 _NOTES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
-    "problem": _problem,
+    "problem": _text("{what}: {why} ({count} times)", count=1),
     "overflowed": _overflowed,
     "stopped": _stopped,
     "schedule": _schedule,
-    "unended": _unended,
+    "unended": _text(
+        "{passes} forwards after the last step have the number {global_step}, and are of no training step; "
+        "run.tag(...) or model.eval() around them tells them apart"
+    ),
     "reenacted": _reenacted,
-    "flight": _flight,
+    "flight": _text(
+        "{trigger} at step {global_step}: {why}; steps {first_step} to {last_step} are there in full, as far as the "
+        "run went"
+    ),
 }

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import click
 
 from tracer.errors import CaptureError, UnknownNameError
 from tracer.recording import checks
-from tracer.recording.checks import Memory, OneOf, Size, Whole, from_zero, seconds_of, share_of, size_in_units, size_of
+from tracer.recording.checks import Memory, OneOf, Size, Whole, seconds_of, share_of, size_in_units, size_of
 
 if TYPE_CHECKING:
     from tracer.trace.reader import TraceReader
@@ -135,19 +135,25 @@ def declared(owner: Any, *names: str, prefix: str = "") -> Decorator:
 
 
 def _for_field(declaration: dataclasses.Field[Any], name: str) -> Decorator:
-    check, told = declaration.metadata["check"], declaration.metadata["told"]
-    default = declaration.default
-    shown = {} if default is None else {"default": default, "show_default": True}
-    if isinstance(check, Whole):
-        return number(name, least=check.least, help=told, **shown)
-    if isinstance(check, OneOf):
-        return one_of(name, *check.words, help=told)
-    if isinstance(check, Size | Memory):
-        shown = {} if default is None else {"default": size_in_units(default), "show_default": True}
-        return size(name, least=getattr(check, "least", 1), help=told, **shown)
-    if check is from_zero:
-        return click.option(name, type=click.FloatRange(min=0), metavar="S", help=told, **shown)
-    return {None: flag, checks.share: share, checks.seconds: seconds}[check](name, help=told)
+    check, default = declaration.metadata["check"], declaration.default
+    shown: dict[str, Any] = {"help": declaration.metadata["told"]}
+    if default not in (None, False):
+        shown |= {"default": default, "show_default": True}
+    match check:
+        case None:
+            return flag(name, **shown)
+        case Whole():
+            return number(name, least=check.least, **shown)
+        case OneOf():
+            return click.option(name, type=click.Choice(check.words), **shown)
+        case Size() if default is None:
+            return size(name, least=check.least, **shown)
+        case Size() | Memory():
+            return size(name, **shown | {"default": size_in_units(cast("int", default))})
+        case checks.from_zero:
+            return click.option(name, type=click.FloatRange(min=0), metavar="S", **shown)
+        case _:
+            return {checks.share: share, checks.seconds: seconds}[check](name, **shown)
 
 
 def several(*names: str, **attributes: Any) -> Decorator:

@@ -54,49 +54,6 @@ class _Clocks(NamedTuple):
 
 
 @final
-class Meters:
-    """Reads all clocks that tell what a recording costs.
-
-    Parameters
-    ----------
-    meter : Meter
-        Measures the threads of the training while they run code of the recording.
-    recorder : Recorder
-    probes : Probes
-    """
-
-    def __init__(self, meter: Meter, recorder: Recorder, probes: Probes) -> None:
-        self._meter = meter
-        self._recorder = recorder
-        self._probes = probes
-        self._first = self.read()
-
-    def read(self) -> _Clocks:
-        """All clocks now."""
-        recorder = self._recorder
-        return _Clocks(
-            thread=threading.get_ident(),
-            training=thread_time(),
-            process=process_time(),
-            own=self._meter.seconds(),
-            probes=self._probes.seconds,
-            writer=recorder.cpu_seconds,
-            messages=recorder.seen,
-            nbytes=recorder.seen_bytes,
-        )
-
-    def wake_writer(self) -> None:
-        """Have the recorder's thread write what waits."""
-        self._recorder.wake()
-
-    def spent(self) -> dict[str, float]:
-        """Seconds of CPU time so far, of the recording and of the whole process."""
-        first, now = self._first, self.read()
-        own = now.own - first.own + now.writer - first.writer
-        return {"recording_seconds": own, "process_seconds": now.process - first.process}
-
-
-@final
 class OverheadBound:
     """Measures the share of a training's CPU time that a recording takes.
 
@@ -131,7 +88,10 @@ class OverheadBound:
     ) -> None:
         self._bound = bound
         self._schedule = schedule
-        self._meters = Meters(meter, recorder, probes)
+        self._meter = meter
+        self._recorder = recorder
+        self._probes = probes
+        self._first = self._read()
         self._costs = Costs()
         self._steps = 0
         self._last: _Clocks | None = None
@@ -144,9 +104,26 @@ class OverheadBound:
         # the writer's measured and estimated seconds; older steps count less
         self._writer = (_DOUBT, _DOUBT)
 
+    def _read(self) -> _Clocks:
+        """All clocks now."""
+        recorder = self._recorder
+        return _Clocks(
+            thread=threading.get_ident(),
+            training=thread_time(),
+            process=process_time(),
+            own=self._meter.seconds(),
+            probes=self._probes.seconds,
+            writer=recorder.cpu_seconds,
+            messages=recorder.seen,
+            nbytes=recorder.seen_bytes,
+        )
+
     def spent(self) -> dict[str, float]:
-        """What the recording has taken so far, beside its bound; for the trace."""
-        return self._meters.spent() | {"max_overhead": self._bound, "overhead_credit": self._credit}
+        """Seconds of CPU time so far, of the recording and of the whole process, beside the bound; for the trace."""
+        first, now = self._first, self._read()
+        own = now.own - first.own + now.writer - first.writer
+        bound = {"max_overhead": self._bound, "overhead_credit": self._credit}
+        return {"recording_seconds": own, "process_seconds": now.process - first.process, **bound}
 
     @property
     def is_in_debt(self) -> bool:
@@ -156,9 +133,9 @@ class OverheadBound:
     def step_over(self, step: int, due: Sequence[str], steps: int) -> None:
         """Read the clocks, and update the costs and the debt."""
         if self._steps < _COLD_STEPS + _EAGER_STEPS:
-            self._meters.wake_writer()
+            self._recorder.wake()
         self._steps += steps
-        now, last = self._meters.read(), self._last
+        now, last = self._read(), self._last
         self._last = now
         if last is None or self._steps <= _COLD_STEPS or last.thread != now.thread:
             return
@@ -182,7 +159,7 @@ class OverheadBound:
         else:
             self._idle += newest * (taken / steps - self._idle)
         if not self._credit_is_used:
-            self._credit_is_used = self._meters.spent()["recording_seconds"] >= self._credit
+            self._credit_is_used = self.spent()["recording_seconds"] >= self._credit
             return
         allowed = self._bound * self._bare
         self._debt += taken - self._bound * bare * steps

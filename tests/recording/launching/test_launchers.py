@@ -126,7 +126,7 @@ def test_scripts_of_python_are_scripts(head: str, tmp_path: Path) -> None:
 def test_the_file_that_launchers_start_hides_nothing(tmp_path: Path) -> None:
     """The script's own modules are found, though files beside that one are called the same."""
     names = [path.stem for path in (ROOT / "tracereel").glob("[a-z]*.py")]
-    assert {"errors", "options", "main"} <= set(names)
+    assert {"command", "options", "main"} <= set(names)
     for name in names:
         (tmp_path / f"{name}.py").write_text("own = True\n")
     script = tmp_path / "scripts" / "train.py"

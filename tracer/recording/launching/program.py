@@ -55,11 +55,7 @@ _MODULES = {
     "accelerate.commands.accelerate_cli": "accelerate",
     "accelerate": "accelerate",
 }
-_SHELLS = re.compile(rb"#!\s*(?:\S*/env\s+(?:-\S+\s+)*)?\S*?([a-z]+)[0-9.]*(?:\s|$)")
-_NOT_PYTHON = (
-    b"sh", b"bash", b"dash", b"zsh", b"ksh", b"csh", b"tcsh", b"fish",
-    b"perl", b"ruby", b"node", b"lua", b"php", b"awk",
-)  # fmt: skip
+_SHELL = re.compile(rb"#!.*\b((?:ba|da|z|k|c|tc|fi)?sh)\b")
 
 
 def launcher_of(program: Sequence[str], module: str | None = None) -> Launcher | None:
@@ -171,20 +167,17 @@ def _parser_of(launcher: Launcher) -> Callable[[], Any]:
 
 
 def refuse_other_languages(script: str) -> None:
-    """Raise `CaptureError` if a file is a binary, or its first line names an interpreter other than Python."""
+    """Raise `CaptureError` if a file is a binary or a script of a shell, some of which Python would begin to run."""
     try:
         with open(script, "rb") as file:
             first, second = file.readline(512), file.readline(512)
     except OSError:  # another check reports it
         return
-    binary = first.startswith((b"\x7fELF", b"MZ", b"\xcf\xfa\xed\xfe", b"\xca\xfe\xba\xbe"))
-    found = _SHELLS.match(first)
     # if Python's path is long, installers write Python scripts that begin as shell scripts
-    other = (
-        found is not None and found[1] in _NOT_PYTHON and not second.lstrip().startswith((b"'''exec", b'"""', b"''':"))
-    )
-    if binary or (other and found is not None):
-        what = "a program" if binary or found is None else f"a script of {found[1].decode()}"
+    installed = second.lstrip().startswith((b"'''exec", b'"""', b"''':"))
+    shell = None if installed else _SHELL.match(first)
+    if shell is not None or b"\0" in first:
+        what = "a program" if shell is None else f"a script of {shell[1].decode()}"
         raise CaptureError(
             f"{script} is {what}, and {_SCRIPTS}: give the one that it starts, or put `trace record` before that in it"
         )
