@@ -20,12 +20,12 @@ from tracereel.command import (
     UNVERIFIED,
     WRONG_USAGE,
     Command,
-    Failure,
+    Refusal,
     conclude,
     wrong_usage,
 )
 from tracereel.facts import answer_facts, message_line
-from tracereel.options import Filters
+from tracereel.options import MessageFilters
 from tracereel.printing import (
     cell,
     complain,
@@ -71,7 +71,7 @@ class Outputs(NamedTuple):
         target = None
         if self.out is not None:
             if "://" in self.out:
-                raise Failure(f"{self.out}: answers are written to a path, and not to a URL", WRONG_USAGE)
+                raise Refusal(f"{self.out}: answers are written to a path, and not to a URL", WRONG_USAGE)
             target = Path(self.out).absolute()
             check_new(self.out, RESULT_SUFFIXES, self.overwrite)
             check_apart(self.out, trace)
@@ -141,7 +141,7 @@ class Outputs(NamedTuple):
 def replay(
     trace: str,
     specs: tuple[str, ...],
-    filters: Filters,
+    filters: MessageFilters,
     outputs: Outputs,
     follow: bool,
     only_plan: bool,
@@ -210,7 +210,7 @@ def replay(
         elif outputs.out is None and outputs.tensorboard is None and len(results):
             show(results.to_table())
     if damage is not None:
-        raise Failure(f"{damage}; the answers are to what comes before that", Failure.of(damage).exit_code)
+        raise Refusal(f"{damage}; the answers are to what comes before that", Refusal.of(damage).exit_code)
     _note_silent(results, [subscriber for question in questions for subscriber in question.subscribers])
 
 
@@ -220,7 +220,7 @@ def _run_again(trace: str, line: str, steps: tuple[int, int], attempt: int | Non
 
     found = recorded_again(trace, Script.of(line, trace), steps, attempt)
     if not found.usable:
-        raise Failure(f"{found}; they are in {found.trace}", DIFFERENT)
+        raise Refusal(f"{found}; they are in {found.trace}", DIFFERENT)
     assert found.verdict is not None, "a usable result has a verdict"
     for sentence in found.verdict.replaced:
         complain(sentence)
@@ -248,7 +248,7 @@ class _Question(NamedTuple):
     trace: str
     rank: int
     subscribers: Sequence[Subscriber]
-    filters: Filters
+    filters: MessageFilters
     plan: Plan
 
     def ask(self, results: Results) -> TraceCorruptError | None:
@@ -282,7 +282,7 @@ class _Question(NamedTuple):
         return None
 
 
-def _questions(reader: TraceReader, trace: str, specs: Sequence[str], filters: Filters) -> list[_Question]:
+def _questions(reader: TraceReader, trace: str, specs: Sequence[str], filters: MessageFilters) -> list[_Question]:
     """One question per rank that can answer; of every rank if none can.
 
     A rank may be recorded in part, for example without the weights, which are the same in all ranks.
@@ -421,7 +421,9 @@ def _print_plan(plan: Plan, as_json: bool) -> None:
 )
 @options.flag("--log/--linear", "log", default=None, help="The scale of values; by default what fits them.")
 @options.overwrite
-def plot(trace: str, specs: tuple[str, ...], filters: Filters, out: str, log: bool | None, overwrite: bool) -> None:
+def plot(
+    trace: str, specs: tuple[str, ...], filters: MessageFilters, out: str, log: bool | None, overwrite: bool
+) -> None:
     """Draw what metrics say of a trace, over its steps.
 
     Each kind of answer has a panel: a line for each series, or a map with a row for each where there are more than
@@ -442,7 +444,7 @@ def plot(trace: str, specs: tuple[str, ...], filters: Filters, out: str, log: bo
         results.plot(out, log=log, overwrite=overwrite)
         say(f"{len(results):,} answers drawn to {out}")
     if damage is not None:
-        raise Failure(f"{damage}; the figure shows what comes before that", DAMAGED)
+        raise Refusal(f"{damage}; the figure shows what comes before that", DAMAGED)
     _note_silent(results, [subscriber for question in questions for subscriber in question.subscribers])
     if not len(results):
         conclude(FAILED)

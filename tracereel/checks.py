@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from tracer.errors import TraceError, TraceExistsError, TracerError
-from tracereel.command import WRONG_USAGE, Failure
+from tracereel.command import WRONG_USAGE, Refusal
 
 if TYPE_CHECKING:
     from tracer.stores.locations import Location
@@ -23,7 +23,7 @@ def check_new(path: str, suffixes: Sequence[str], overwrite: bool) -> Location:
 
     target = location(path)
     if target.suffix not in suffixes:
-        raise Failure(
+        raise Refusal(
             f"{path}: the suffix says what is written; it is {target.suffix or 'missing'!r}, "
             f"and can be {', '.join(suffixes)}",
             WRONG_USAGE,

@@ -38,7 +38,7 @@ def debugging() -> bool:
     return _DEBUG in click.get_current_context().meta
 
 
-class Failure(click.ClickException):
+class Refusal(click.ClickException):
     """One sentence on stderr, and an exit code."""
 
     def __init__(self, sentence: str, exit_code: int = FAILED) -> None:
@@ -47,7 +47,7 @@ class Failure(click.ClickException):
         vars(self)["exit_code"] = exit_code
 
     @classmethod
-    def of(cls, error: Exception) -> Failure:
+    def of(cls, error: Exception) -> Refusal:
         """The sentence and the exit code for an exception; an error from outside the library is named with its type."""
         sentence = str(error) or type(error).__name__
         if not isinstance(error, TracerError):
@@ -64,7 +64,7 @@ class Failure(click.ClickException):
 def wrong_usage() -> Iterator[None]:
     """Give errors about the command line exit code 2.
 
-    A `CaptureError` always has it, by `Failure.of`. A `MessageError` has it only within this block, which is about what
+    A `CaptureError` always has it, by `Refusal.of`. A `MessageError` has it only within this block, which is about what
     the user typed.
     """
     try:
@@ -72,14 +72,14 @@ def wrong_usage() -> Iterator[None]:
     except (MessageError, CaptureError, UnknownNameError) as error:
         if debugging():
             raise
-        raise Failure(str(error), WRONG_USAGE) from error
+        raise Refusal(str(error), WRONG_USAGE) from error
 
 
 def need_analyze() -> None:
     """Refuse a command that needs the package `analyze` where another module has its name."""
     why = hidden("analyze")
     if why is not None:
-        raise Failure(why, WRONG_USAGE)
+        raise Refusal(why, WRONG_USAGE)
 
 
 def harmless(text: str) -> str:
@@ -192,7 +192,7 @@ class Command(click.Command):
                 ctx.exit(ctx.meta.get(_VERDICT, 0))
             if debugging():
                 raise
-            raise Failure.of(error) from error
+            raise Refusal.of(error) from error
         if _VERDICT in ctx.meta:
             ctx.exit(ctx.meta[_VERDICT])
         return result

@@ -11,8 +11,8 @@ import tracer
 from tracer.shown import printable
 from tracereel import options
 from tracereel.checks import TRACE_SUFFIXES, check_new
-from tracereel.command import DIFFERENT, FAILED, Command, Failure, conclude
-from tracereel.options import Filters
+from tracereel.command import DIFFERENT, FAILED, Command, Refusal, conclude
+from tracereel.options import MessageFilters
 from tracereel.printing import complain, path_in_model, print_json, print_table, say, tell
 from tracereel.programs import Again, Script, of_a_run, trace_of_steps
 
@@ -26,11 +26,11 @@ def scripts_of(lines: Sequence[str], runs: tuple[str, str]) -> tuple[Script, Scr
 
     Raises
     ------
-    Failure
+    Refusal
         If there are more than two lines, or if one names no script.
     """
     if len(lines) > 2:
-        raise Failure(f"--reenact is given once for both runs or twice, for A and for B, not {len(lines)} times", 2)
+        raise Refusal(f"--reenact is given once for both runs or twice, for A and for B, not {len(lines)} times", 2)
     return Script.of(lines[0], runs[0]), Script.of(lines[-1], runs[1])
 
 
@@ -61,12 +61,12 @@ def run_again(
 
     Raises
     ------
-    Failure
+    Refusal
         If a trace exists and `overwrite` is false, or if steps cannot be run again.
     """
     outs = [trace_of_steps(run, steps) for run in runs]
     if outs[0] == outs[1]:
-        raise Failure(f"{runs[0]} and {runs[1]} would both be run again into {outs[0]}: give one another name", 2)
+        raise Refusal(f"{runs[0]} and {runs[1]} would both be run again into {outs[0]}: give one another name", 2)
     for out in outs:
         check_new(out, TRACE_SUFFIXES, overwrite)
     both = zip(runs, scripts, outs, "AB", strict=True)
@@ -142,7 +142,7 @@ def diff(
     complete: bool,
     reenact: tuple[str, ...],
     overwrite: bool,
-    filters: Filters,
+    filters: MessageFilters,
     as_json: bool,
 ) -> None:
     """Say where two runs first part: at which step, in which module and kind, and by how much.

@@ -10,7 +10,7 @@ import tracer
 from tracer.errors import TraceLostError
 from tracereel import options
 from tracereel.command import DAMAGED, FAILED, Command, conclude
-from tracereel.options import Filters
+from tracereel.options import MessageFilters
 from tracereel.printing import complain, print_json, print_table, progress, size, span, tell
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def _print_loss(loss: Loss, dst: str) -> None:
 @options.compression
 @options.as_json
 def convert(
-    src: str, dst: str, filters: Filters, chunk_bytes: int, compression: tuple[str, ...], as_json: bool
+    src: str, dst: str, filters: MessageFilters, chunk_bytes: int, compression: tuple[str, ...], as_json: bool
 ) -> None:
     """Copy a trace, or a part of it, into another format, chunks or compression; the suffix of DST chooses the format.
 

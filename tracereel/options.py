@@ -11,7 +11,7 @@ import click
 
 from tracer.errors import CaptureError, UnknownNameError
 from tracer.recording import checks
-from tracer.recording.checks import Memory, OneOf, Size, Whole, seconds_of, share_of, size_in_units, size_of
+from tracer.recording.checks import OneOf, Size, Whole, seconds_of, share_of, size_in_units, size_of
 
 if TYPE_CHECKING:
     from tracer.trace.reader import TraceReader
@@ -148,7 +148,7 @@ def _for_field(declaration: dataclasses.Field[Any], name: str) -> Decorator:
             return click.option(name, type=click.Choice(check.words), **shown)
         case Size() if default is None:
             return size(name, least=check.least, **shown)
-        case Size() | Memory():
+        case Size():
             return size(name, **shown | {"default": size_in_units(cast("int", default))})
         case checks.from_zero:
             return click.option(name, type=click.FloatRange(min=0), metavar="S", **shown)
@@ -216,7 +216,7 @@ def gather(**values: Any) -> Decorator:
     return decorate
 
 
-class Filters(NamedTuple):
+class MessageFilters(NamedTuple):
     """Which messages of a trace a command reads. An empty field restricts nothing."""
 
     kinds: tuple[str, ...] = ()
@@ -296,9 +296,9 @@ _RANKS = several(
     "--rank", "ranks", type=click.IntRange(min=0), metavar="N",
     help="Only this rank of a distributed run; may be repeated.",
 )  # fmt: skip
-filters = together(*_WHAT, _RANKS, gather(filters=Filters))
-"""The options of `Filters`, as the argument `filters`."""
-filters_of_all_ranks = together(*_WHAT, gather(filters=Filters))
+filters = together(*_WHAT, _RANKS, gather(filters=MessageFilters))
+"""The options of `MessageFilters`, as the argument `filters`."""
+filters_of_all_ranks = together(*_WHAT, gather(filters=MessageFilters))
 """As `filters`, without ``--rank``."""
-steps_and_ranks = together(_STEPS, _RANKS, gather(filters=Filters))
+steps_and_ranks = together(_STEPS, _RANKS, gather(filters=MessageFilters))
 """As `filters`, with nothing but ``--steps`` and ``--rank``."""

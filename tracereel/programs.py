@@ -15,7 +15,7 @@ import tracer
 from tracer.messaging.messages import kept_of
 from tracer.secrets import STARS
 from tracereel.checks import TRACE_SUFFIXES
-from tracereel.command import DIFFERENT, UNVERIFIED, WRONG_USAGE, Command, Failure
+from tracereel.command import DIFFERENT, UNVERIFIED, WRONG_USAGE, Command, Refusal
 from tracereel.printing import say
 
 if TYPE_CHECKING:
@@ -71,9 +71,9 @@ def program_of(words: tuple[str, ...], module: str | None) -> Program:
         return Program(script=module, arguments=words, module=True)
     name = words[0]
     if not Path(name).is_file():
-        raise Failure(f"{name} is not a file, so there is no script to run{hint_for(name)}")
+        raise Refusal(f"{name} is not a file, so there is no script to run{hint_for(name)}")
     if PYTHON.fullmatch(Path(name).name):
-        raise Failure(f"{name} is no script{hint_for(name)}")
+        raise Refusal(f"{name} is no script{hint_for(name)}")
     return Program(script=name, arguments=words[1:])
 
 
@@ -108,15 +108,15 @@ class Script(NamedTuple):
 
         Raises
         ------
-        Failure
+        Refusal
             If the line names no script.
         """
         try:
             words = shlex.split(line)
         except ValueError as error:
-            raise Failure(f"--reenact {line!r} is no command line: {error}", WRONG_USAGE) from error
+            raise Refusal(f"--reenact {line!r} is no command line: {error}", WRONG_USAGE) from error
         if not words or words == [MODULE]:
-            raise Failure(f"--reenact {line!r} names no script", WRONG_USAGE)
+            raise Refusal(f"--reenact {line!r} names no script", WRONG_USAGE)
         if words[0] != MODULE:
             program_of(tuple(words), None)
         return cls(tuple(words))
@@ -127,7 +127,7 @@ class Script(NamedTuple):
 
         Raises
         ------
-        Failure
+        Refusal
             If the line names no script, or if the trace holds no command or masks a part of it.
         """
         if line != RECORDED:
@@ -135,9 +135,9 @@ class Script(NamedTuple):
         with tracer.open(run) as reader:
             words = reader.header.get("argv")
         if not isinstance(words, list) or not words or not all(isinstance(word, str) for word in words):
-            raise Failure(f"{run} does not tell its command: give --reenact 'SCRIPT.py [ARGS]'", WRONG_USAGE)
+            raise Refusal(f"{run} does not tell its command: give --reenact 'SCRIPT.py [ARGS]'", WRONG_USAGE)
         if any(STARS in word for word in words):
-            raise Failure(f"{run} hides a part of its command: give --reenact 'SCRIPT.py [ARGS]'", WRONG_USAGE)
+            raise Refusal(f"{run} hides a part of its command: give --reenact 'SCRIPT.py [ARGS]'", WRONG_USAGE)
         program_of(tuple(words), None)
         return cls(tuple(words))
 
@@ -203,7 +203,7 @@ def recorded_again(
 
     Raises
     ------
-    Failure
+    Refusal
         If the steps cannot be run again, or something else is at the path of their trace.
     """
     out = out or trace_of_steps(run, steps, attempt)
@@ -219,7 +219,7 @@ def found_again(run: str, steps: tuple[int, int], out: str, attempt: int | None 
 
     Raises
     ------
-    Failure
+    Refusal
         If something else is at the path of their trace.
     """
     from tracer.recording.reenacting.recorded import recorded_run
@@ -233,7 +233,7 @@ def found_again(run: str, steps: tuple[int, int], out: str, attempt: int | None 
     with recorded_run(run, attempt) as recorded:
         now = recorded.describe()
     if about.get("run") != now["run"] or about.get("steps") != list(steps):
-        raise Failure(f"{out} is already there, and is not of steps {steps[0]}:{steps[1]} of {run}; move it away")
+        raise Refusal(f"{out} is already there, and is not of steps {steps[0]}:{steps[1]} of {run}; move it away")
     if {name: about.get(name) for name in now} != now:
         return None
     found = _verdict(out)
@@ -278,7 +278,7 @@ def of_a_run(
     if done.returncode not in (0, DIFFERENT, UNVERIFIED):
         said = [line for line in done.stderr.splitlines() if line.strip()]
         why = said[-1].removeprefix("Error: ") if said else f"it ended with {done.returncode}"
-        raise Failure(f"{steps_named(steps)} of {name} cannot be run again: {why}", WRONG_USAGE)
+        raise Refusal(f"{steps_named(steps)} of {name} cannot be run again: {why}", WRONG_USAGE)
     return _verdict(out)
 
 

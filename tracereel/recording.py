@@ -21,7 +21,7 @@ from tracer.recording.options import DISABLE, NAMES, WHEN, Flight, Options, boun
 from tracer.shown import printable
 from tracereel import options
 from tracereel.checks import check_new_trace
-from tracereel.command import FOUND, WRONG_USAGE, Failure, debugging, need_analyze, wrong_usage
+from tracereel.command import FOUND, WRONG_USAGE, Refusal, debugging, need_analyze, wrong_usage
 from tracereel.printing import few_shapes, path_in_model, print_json, print_table, say, size, steps_in_short
 from tracereel.programs import MAIN, OPTIONS, ProgramCommand, module_option, program_argument, program_of, title_of
 
@@ -77,7 +77,7 @@ def _wrong_settings() -> Iterator[None]:
         variables = [name for one in ctx.command.params if (name := _variable(ctx, one)) is not None]
         if debugging() or not variables:
             raise
-        raise Failure(f"{error} (the environment gives {', '.join(variables)})", WRONG_USAGE) from error
+        raise Refusal(f"{error} (the environment gives {', '.join(variables)})", WRONG_USAGE) from error
 
 
 # -- options as values --------------------------------------------------------------------------------------------
@@ -405,18 +405,18 @@ def _read_config(path: str) -> list[dict[str, Any]]:
 
     file = Path(path)
     if not file.is_file():
-        raise Failure(f"{path} is not a file, so it configures nothing")
+        raise Refusal(f"{path} is not a file, so it configures nothing")
     if file.suffix.lower() not in (".toml", ".json"):
-        raise Failure(f"{path}: a configuration is a .toml or .json file", WRONG_USAGE)
+        raise Refusal(f"{path}: a configuration is a .toml or .json file", WRONG_USAGE)
     try:
         text = file.read_text(encoding="utf-8")
         content = tomllib.loads(text) if file.suffix.lower() == ".toml" else json.loads(text)
     except ValueError as error:
-        raise Failure(f"{path} cannot be read as {file.suffix[1:].upper()}: {error}", WRONG_USAGE) from error
+        raise Refusal(f"{path} cannot be read as {file.suffix[1:].upper()}: {error}", WRONG_USAGE) from error
     captures = content.get("capture", content) if isinstance(content, dict) else content
     captures = [captures] if isinstance(captures, dict) else captures
     if not (isinstance(captures, list) and captures and all(isinstance(one, dict) for one in captures)):
-        raise Failure(f"{path} must hold the settings of a capture, or a list of them called capture", WRONG_USAGE)
+        raise Refusal(f"{path} must hold the settings of a capture, or a list of them called capture", WRONG_USAGE)
     return captures
 
 
@@ -433,7 +433,7 @@ def _certificate(
     certificate = certify_script(program, settings, chosen, rehearsals.certify_steps)
     say(f"{'' if certificate.identical else 'Warning: '}certificate: {certificate}")
     if rehearsals.require_identical and not certificate.identical:
-        raise Failure("the script is not run, because --require-identical was given")
+        raise Refusal("the script is not run, because --require-identical was given")
     return certificate
 
 

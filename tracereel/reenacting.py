@@ -12,7 +12,7 @@ import click
 from tracereel import options
 from tracereel.asking import Outputs
 from tracereel.checks import check_new_trace
-from tracereel.command import DIFFERENT, FAILED, UNVERIFIED, WRONG_USAGE, Failure, conclude, wrong_usage
+from tracereel.command import DIFFERENT, FAILED, UNVERIFIED, WRONG_USAGE, Refusal, conclude, wrong_usage
 from tracereel.options import Steps
 from tracereel.printing import print_json, say, show, tell
 from tracereel.programs import (
@@ -169,8 +169,8 @@ def reenact(
 
     refused = [kind for kind in kinds if kind not in OF_STEPS]
     if refused:
-        raise Failure(f"steps that are run again have no {refused[0]}; they have {', '.join(OF_STEPS)}", WRONG_USAGE)
-    asked = _Asked(specs, Outputs(answers, None, overwrite), run, called)
+        raise Refusal(f"steps that are run again have no {refused[0]}; they have {', '.join(OF_STEPS)}", WRONG_USAGE)
+    asked = _AskedMetrics(specs, Outputs(answers, None, overwrite), run, called)
     verdict, status = reenact_script(
         run,
         script,
@@ -202,7 +202,7 @@ def reenact(
 _EXIT_CODES = {"identical": 0, "partial": UNVERIFIED, "different": DIFFERENT, "unfinished": FAILED}
 
 
-class _Asked:
+class _AskedMetrics:
     """Metrics that are computed while steps run again, and the output of their answers."""
 
     def __init__(self, specs: tuple[str, ...], outputs: Outputs, run: str, trace: str) -> None:
@@ -296,18 +296,18 @@ def _inputs(named: str) -> Any:
     if not colon or not file.endswith(".py"):
         return _array(named)
     if not Path(file).is_file():
-        raise Failure(f"{file} is not a file, so it has no function that gives inputs")
+        raise Refusal(f"{file} is not a file, so it has no function that gives inputs")
     import runpy
 
     try:
         names = runpy.run_path(file)
         if not callable(names.get(function)):
-            raise Failure(f"{file} has no function {function!r} that gives the inputs of a probe", WRONG_USAGE)
+            raise Refusal(f"{file} has no function {function!r} that gives the inputs of a probe", WRONG_USAGE)
         return names[function]()
     except (Exception, SystemExit) as error:
-        if isinstance(error, Failure):
+        if isinstance(error, Refusal):
             raise
-        raise Failure(f"{named} gives no inputs: {type(error).__name__}: {error}") from error
+        raise Refusal(f"{named} gives no inputs: {type(error).__name__}: {error}") from error
 
 
 def _array(path: str) -> Any:
@@ -315,9 +315,9 @@ def _array(path: str) -> Any:
     import torch
 
     if not Path(path).is_file() or Path(path).suffix != ".npy":
-        raise Failure(f"{path}: inputs of a probe are a file .npy, or file.py:function", WRONG_USAGE)
+        raise Refusal(f"{path}: inputs of a probe are a file .npy, or file.py:function", WRONG_USAGE)
     try:
         with open(path, "rb") as file:
             return torch.from_numpy(np.lib.format.read_array(file, allow_pickle=False))
     except (ValueError, TypeError, OSError) as error:
-        raise Failure(f"{path} is no array of numbers: {error}", WRONG_USAGE) from error
+        raise Refusal(f"{path} is no array of numbers: {error}", WRONG_USAGE) from error

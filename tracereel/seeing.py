@@ -11,8 +11,8 @@ import click
 import tracer
 from tracer.errors import CaptureError, TracerError
 from tracereel import options
-from tracereel.command import DAMAGED, FOUND, SOME_FAILED, Command, Failure, conclude, debugging, wrong_usage
-from tracereel.options import Filters
+from tracereel.command import DAMAGED, FOUND, SOME_FAILED, Command, Refusal, conclude, debugging, wrong_usage
+from tracereel.options import MessageFilters
 from tracereel.printing import complain, note_problems, note_status, plain_warnings, print_json, print_table, tell
 from tracereel.showing import means_several
 
@@ -47,7 +47,7 @@ _OF_A_RULE = 3
 )
 @options.as_json
 def check(
-    traces: tuple[str, ...], rules: tuple[str, ...], filters: Filters, fail_on: str | None, as_json: bool
+    traces: tuple[str, ...], rules: tuple[str, ...], filters: MessageFilters, fail_on: str | None, as_json: bool
 ) -> None:
     """Say what went wrong in a run, where and since when; of several, a line each.
 
@@ -83,7 +83,7 @@ def _conclude_found(found: Checked, fail_on: str | None) -> None:
             conclude(FOUND)
 
 
-def _check(trace: str, rules: list[Rule], filters: Filters) -> Checked:
+def _check(trace: str, rules: list[Rule], filters: MessageFilters) -> Checked:
     from analyze.seeing.check import check as check_trace
 
     with tracer.open(trace, ranks=filters.ranks or None) as reader, plain_warnings():
@@ -93,7 +93,7 @@ def _check(trace: str, rules: list[Rule], filters: Filters) -> Checked:
 
 
 def _check_several(
-    traces: tuple[str, ...], rules: list[Rule], filters: Filters, as_json: bool, fail_on: str | None
+    traces: tuple[str, ...], rules: list[Rule], filters: MessageFilters, as_json: bool, fail_on: str | None
 ) -> None:
     from analyze.batching.traces import find_traces
 
@@ -185,7 +185,7 @@ def blame(trace: str, step: int | None, most: int, as_json: bool) -> None:
         except CaptureError as error:  # a step that was not recorded is no wrong usage: nobody can know it before
             if debugging():
                 raise
-            raise Failure(str(error)) from error
+            raise Refusal(str(error)) from error
     if as_json:
         print_json(found.as_json())
         return

@@ -6,7 +6,6 @@ A check that belongs to an option of the command line says there what may be typ
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
@@ -58,20 +57,6 @@ class Size:
 
     def __call__(self, name: str, value: Any) -> int:
         return size_of(value, self.least)
-
-
-@final
-@dataclass(frozen=True)
-class Memory:
-    """A number of bytes that this machine's memory has."""
-
-    def __call__(self, name: str, value: Any) -> int:
-        held, most = size_of(value), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        if held > most:
-            raise CaptureError(
-                f"a flight recorder of {held:,} bytes does not fit into the memory of this machine, which has {most:,}"
-            )
-        return held
 
 
 def from_zero(name: str, value: Any) -> Any:

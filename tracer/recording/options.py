@@ -21,7 +21,17 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 from tracer.errors import CaptureError, UnknownNameError
-from tracer.recording.checks import Memory, OneOf, Size, Whole, check_fields, from_zero, option, seconds, share, size_of
+from tracer.recording.checks import (
+    OneOf,
+    Size,
+    Whole,
+    check_fields,
+    from_zero,
+    option,
+    seconds,
+    share,
+    size_of,
+)
 
 if TYPE_CHECKING:
     from tracer.messaging.receiver import Receiver
@@ -135,11 +145,17 @@ class Flight:
     before: int = option(8, Whole(0), "With --flight: steps before that one to write.")
     after: int = option(4, Whole(0), "With --flight: steps after that one to write.")
     when: Iterable[str | Receiver] = option(WHEN, _reasons)
-    bytes: int | str = option(1 << 30, Memory(), "With --flight: how much may be held. The oldest steps leave first.")
+    bytes: int | str = option(1 << 30, Size(), "With --flight: how much may be held. The oldest steps leave first.")
     capture: Capture | Iterable[Capture] | None = option(None, _held)
 
     def __post_init__(self) -> None:
         check_fields(self, " of a flight recorder")
+        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if self.nbytes > there:
+            raise CaptureError(
+                f"a flight recorder of {self.nbytes:,} bytes does not fit into the memory of this machine, which has "
+                f"{there:,}"
+            )
 
     @property
     def captures(self) -> tuple[Capture, ...]:

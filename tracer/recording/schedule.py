@@ -56,7 +56,7 @@ def with_generators(factors: dict[str, int]) -> dict[str, int]:
     return factors | {"keyframes": -(-factors["keyframes"] // factors["inputs"]) * factors["inputs"]}
 
 
-class _Piece(NamedTuple):
+class _CapturePart(NamedTuple):
     """The kinds of a given capture that belong to a group.
 
     Attributes
@@ -80,7 +80,7 @@ class _Piece(NamedTuple):
     of_steps: bool
 
 
-def _pieces(captures: Iterable[Capture]) -> Iterator[_Piece]:
+def _pieces(captures: Iterable[Capture]) -> Iterator[_CapturePart]:
     for number, capture in enumerate(captures):
         kinds: dict[str | None, list[str]] = {}
         for kind in capture.kinds or ():
@@ -88,7 +88,7 @@ def _pieces(captures: Iterable[Capture]) -> Iterator[_Piece]:
         for group, some in kinds.items():
             whole = len(kinds) == 1
             piece = capture if whole else replace(capture, kinds=tuple(some))
-            yield _Piece(number, group, whole, piece, group is not None and capture.takes_tag(DEFAULT_TAG))
+            yield _CapturePart(number, group, whole, piece, group is not None and capture.takes_tag(DEFAULT_TAG))
 
 
 class Schedule:
@@ -161,7 +161,7 @@ class Schedule:
             if old.every != new.every
         ]
 
-    def _in_force(self, piece: _Piece) -> Capture:
+    def _in_force(self, piece: _CapturePart) -> Capture:
         factor, capture = self.factors.get(piece.group or "", 1), piece.capture
         if factor == 1 or not (piece.of_steps or self._evaluations):
             return capture

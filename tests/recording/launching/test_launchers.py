@@ -12,7 +12,7 @@ from click.testing import CliRunner
 import tracer
 from tests import processes
 from tracer.errors import CaptureError
-from tracer.recording.launching.program import Launcher, launcher_of, refuse_other_languages
+from tracer.recording.launching.program import ScriptLauncher, launcher_of, refuse_other_languages
 from tracereel.main import main
 
 ROOT = Path(__file__).parents[3]
@@ -42,7 +42,7 @@ def test_launchers_are_known_by_their_names(
     program: str, module: str | None, found: tuple[str, str, str] | None
 ) -> None:
     """Whatever folder they are in, and as modules."""
-    expected = None if found is None else Launcher(found[0], found[1], tuple(found[2].split()))
+    expected = None if found is None else ScriptLauncher(found[0], found[1], tuple(found[2].split()))
     assert launcher_of(program.split(), module) == expected
 
 

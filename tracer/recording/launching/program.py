@@ -30,7 +30,7 @@ _SCRIPTS = "what is recorded is a Python script or module"
 
 
 @dataclass(frozen=True)
-class Launcher:
+class ScriptLauncher:
     """A supported program that starts a script in several processes, with its command line.
 
     Attributes
@@ -58,7 +58,7 @@ _MODULES = {
 _SHELL = re.compile(rb"#!.*\b((?:ba|da|z|k|c|tc|fi)?sh)\b")
 
 
-def launcher_of(program: Sequence[str], module: str | None = None) -> Launcher | None:
+def launcher_of(program: Sequence[str], module: str | None = None) -> ScriptLauncher | None:
     """The launcher that a command line starts; None if the command line starts a script or a module.
 
     Parameters
@@ -83,7 +83,7 @@ def launcher_of(program: Sequence[str], module: str | None = None) -> Launcher |
     """
     name, arguments = (_MODULES.get(module, ""), tuple(program)) if module is not None else _named(program)
     if name == "torchrun":
-        return Launcher(name, "torch.distributed.run", arguments)
+        return ScriptLauncher(name, "torch.distributed.run", arguments)
     if name == "torch.distributed.launch":
         rest = tuple(one for one in arguments if one not in ("--use-env", "--use_env"))
         if rest == arguments:
@@ -91,13 +91,13 @@ def launcher_of(program: Sequence[str], module: str | None = None) -> Launcher |
                 "torch.distributed.launch gives --local-rank to what it starts, which is `trace record` and not the "
                 "script: use torchrun, or --use-env where the script reads LOCAL_RANK from the environment"
             )
-        return Launcher(name, "torch.distributed.run", rest)
+        return ScriptLauncher(name, "torch.distributed.run", rest)
     if name == "accelerate" and arguments[:1] != ("launch",):
         raise CaptureError(
             f"accelerate {' '.join(arguments[:1])} trains nothing: trace record accelerate launch train.py"
         )
     if name in ("accelerate", "accelerate-launch"):
-        return Launcher("accelerate launch", "accelerate.commands.launch", arguments[name == "accelerate" :])
+        return ScriptLauncher("accelerate launch", "accelerate.commands.launch", arguments[name == "accelerate" :])
     return None
 
 
@@ -116,7 +116,7 @@ def _named(program: Sequence[str]) -> tuple[str, tuple[str, ...]]:
     return "", ()
 
 
-def become(launcher: Launcher, command: Sequence[str], *, program: str) -> NoReturn:
+def become(launcher: ScriptLauncher, command: Sequence[str], *, program: str) -> NoReturn:
     """Replace this process by a launcher whose processes run a command of ``trace`` on the script.
 
     Parameters and errors are those of `arguments_for`.
@@ -127,12 +127,12 @@ def become(launcher: Launcher, command: Sequence[str], *, program: str) -> NoRet
     os.execv(sys.executable, [sys.executable, "-m", launcher.module, *arguments])
 
 
-def arguments_for(launcher: Launcher, command: Sequence[str], *, program: str) -> list[str]:
+def arguments_for(launcher: ScriptLauncher, command: Sequence[str], *, program: str) -> list[str]:
     """The arguments of a launcher whose processes run a command of ``trace`` on the script.
 
     Parameters
     ----------
-    launcher : Launcher
+    launcher : ScriptLauncher
     command : sequence of str
         The words before the script, such as ``record`` and its options.
     program : str
@@ -153,7 +153,7 @@ def arguments_for(launcher: Launcher, command: Sequence[str], *, program: str) -
     return [*before, program, *command, *script]
 
 
-def _parser_of(launcher: Launcher) -> Callable[[], Any]:
+def _parser_of(launcher: ScriptLauncher) -> Callable[[], Any]:
     if launcher.module == "torch.distributed.run":
         from torch.distributed.run import get_args_parser
 

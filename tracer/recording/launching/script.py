@@ -27,7 +27,7 @@ from tracer.observing.profiles import OUTCOMES
 from tracer.observing.publisher import PROBED
 from tracer.recording import termination
 from tracer.recording.launching.program import Program
-from tracer.recording.launching.session import Recipe, Session, watching
+from tracer.recording.launching.session import Recipe, ScriptSession, watching
 from tracer.recording.options import Options
 from tracer.recording.recording import Run
 from tracer.stores.locations import Anywhere, Location, location
@@ -92,7 +92,7 @@ def run(
     Compression(options.compression).load(plainly=target.suffix.lower() == ".zarr")
     if options.probe and not any(one.kinds is None or {*one.kinds} & {*PROBED} for one in captures):
         raise CaptureError(f"a probe gives {', '.join(PROBED)}, and the capture takes none of them")
-    session = Session(Recipe(program.script, target, tuple(captures), options), receivers)
+    session = ScriptSession(Recipe(program.script, target, tuple(captures), options), receivers)
     error: BaseException | None = None
     program.become_main(main)
     with contextlib.ExitStack() as stack:
@@ -180,7 +180,7 @@ def _check_target(target: Location, options: Options) -> None:
 
 
 def _end_late(
-    session: Session,
+    session: ScriptSession,
     watching: contextlib.ExitStack,
     error: BaseException | None,
     ended: Callable[[], None] | None,

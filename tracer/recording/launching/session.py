@@ -1,4 +1,4 @@
-"""`Session`: records the training of a script, or of a process that the script started."""
+"""`ScriptSession`: records the training of a script, or of a process that the script started."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tracer.observing.pytorch.loss_functions import LOSS_FUNCTIONS
 from tracer.observing.pytorch.patches import Differentiating
 from tracer.recording import termination
 from tracer.recording.launching.program import can_be_told, may_train, recording_process
-from tracer.recording.launching.trained import Epochs, TrainedModels
+from tracer.recording.launching.trained import ScriptEpochs, TrainedModels
 from tracer.recording.options import Options
 from tracer.recording.own_part import Member
 from tracer.recording.recording import Run, concluded, end, observer, start
@@ -120,7 +120,7 @@ class Recipe:
 
 def run_child(recipe: Recipe, work: Callable[[], None]) -> None:
     """Run the work of a process that a recorded script started, and record its training."""
-    session = Session(recipe)
+    session = ScriptSession(recipe)
     error: BaseException | None = None
     try:
         with watching(session):
@@ -137,7 +137,7 @@ def run_child(recipe: Recipe, work: Callable[[], None]) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-class Session:
+class ScriptSession:
     """Lets an exporter observe the training of a script; `watching` tells it what the script makes and does.
 
     Parameters
@@ -167,7 +167,7 @@ class Session:
         exporter.parts.optimizers.found = True
         self.run: Run = start(recipe.out, exporter, receivers, options, member=recipe.member)
         exporter.parts.clock.starting = self._begin(exporter.parts.clock.starting)
-        self.epochs = Epochs(exporter)
+        self.epochs = ScriptEpochs(exporter)
         self._by_hand = 0  # calls of `backward` before the first optimizer
         self._others = False  # whether the script started processes that are not recorded
         self._children = 0  # processes that it started and that are recorded, if they train
@@ -336,7 +336,7 @@ class Session:
 
 
 @contextlib.contextmanager
-def watching(session: Session) -> Iterator[None]:
+def watching(session: ScriptSession) -> Iterator[None]:
     """Inside this context, tell a session of calls to the few functions of torch that every training uses.
 
     SIGTERM raises `SystemExit` inside this context.
@@ -362,7 +362,7 @@ def watching(session: Session) -> Iterator[None]:
         yield
 
 
-def _loader_iter(session: Session, original: Callable[..., Any]) -> Callable[..., Any]:
+def _loader_iter(session: ScriptSession, original: Callable[..., Any]) -> Callable[..., Any]:
     def __iter__(loader: DataLoader[Any]) -> Any:
         session.follow(session.epochs.begins, loader)
         iterator = original(loader)
@@ -373,7 +373,7 @@ def _loader_iter(session: Session, original: Callable[..., Any]) -> Callable[...
     return called_as(original, __iter__)
 
 
-def _loader_next(session: Session, original: Callable[..., Any]) -> Callable[..., Any]:
+def _loader_next(session: ScriptSession, original: Callable[..., Any]) -> Callable[..., Any]:
     def __next__(iterator: Any) -> Any:
         session.follow(session.epochs.drawn, iterator)
         try:
@@ -387,7 +387,7 @@ def _loader_next(session: Session, original: Callable[..., Any]) -> Callable[...
     return called_as(original, __next__)
 
 
-def _start(session: Session, original: Callable[..., None]) -> Callable[..., None]:
+def _start(session: ScriptSession, original: Callable[..., None]) -> Callable[..., None]:
     def start(process: Any) -> None:
         with session.process_starts(process):
             original(process)

@@ -283,7 +283,7 @@ class _Leader:
 
 
 @dataclass(slots=True)
-class _Pass:
+class _LoaderPass:
     """The state of an iterator of a DataLoader."""
 
     loader: weakref.ref[Any]
@@ -297,7 +297,7 @@ class _Pass:
     """The number of batches that the iterator gave."""
 
 
-class Epochs:
+class ScriptEpochs:
     """Ends an exporter's epoch when a DataLoader that feeds the training is exhausted or begun again.
 
     Parameters
@@ -308,14 +308,14 @@ class Epochs:
 
     def __init__(self, exporter: Exporter) -> None:
         self._exporter = exporter
-        self._passes: weakref.WeakKeyDictionary[Any, _Pass] = weakref.WeakKeyDictionary()
+        self._passes: weakref.WeakKeyDictionary[Any, _LoaderPass] = weakref.WeakKeyDictionary()
         self._feeding = WeakIdentitySet()
         # the DataLoaders that were begun in this epoch
         self._begun = WeakIdentitySet()
         self._new_amid = False  # whether a DataLoader of `_begun` was first begun after a step of this epoch
         self._leader: _Leader | None = None
         # an exhausted iterator whose last batches the model may not have seen yet, and the forwards after which it has
-        self._unused: _Pass | None = None
+        self._unused: _LoaderPass | None = None
         self._used_after = 0
         # the DataLoader that was begun last, while its iterator is unknown, because its class wraps another DataLoader
         self._wrapped: weakref.ref[Any] | None = None
@@ -346,7 +346,7 @@ class Epochs:
         """A DataLoader that was just begun has made its iterator."""
         self._wrapped = None
         now = self._exporter.global_step
-        self._passes[iterator] = _Pass(weakref.ref(loader), now, now, self._exporter.parts.forwards.seen)
+        self._passes[iterator] = _LoaderPass(weakref.ref(loader), now, now, self._exporter.parts.forwards.seen)
 
     def drawn(self, iterator: Any) -> None:
         """A batch is drawn. If a step took place since the iterator's last batch, its loader feeds the training."""

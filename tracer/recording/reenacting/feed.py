@@ -41,11 +41,11 @@ from tracer.observing.pytorch.tensors import leaves
 from tracer.observing.pytorch.wrappers import unwrap
 from tracer.observing.state import LEFT, SCALER
 from tracer.recording.launching.session import replaced
-from tracer.recording.reenacting.recorded import BatchOf, Keyframe, Place, Recorded, RecordedStep
+from tracer.recording.reenacting.recorded import BatchOf, Keyframe, Recorded, RecordedStep, TensorPlace
 
 
 @final
-class Changes:
+class ScriptChanges:
     """Compares what a script brings with what the run had, as far as the two are of the same step of the training.
 
     A script that is run again begins with its own first step, and then gets the recorded steps. So its hyperparameters
@@ -242,7 +242,7 @@ class Feed:
         Whether the script is to be ended before it continues the training.
     refusal : CaptureError or None
         Why the script was ended, if it could not be fed.
-    changes : Changes
+    changes : ScriptChanges
         What the script has otherwise than the run.
     """
 
@@ -263,12 +263,12 @@ class Feed:
         self._batches: Batches | None = None
         self._exporter = exporter
         self._restored = False
-        self._counts = Counts()
+        self._counts = StepCounts()
         self._ahead = False  # whether the inputs of the next forward are already fed
         self.over = False
         self.refusal: CaptureError | None = None
         self._first = max(0, keyframe.at.global_step - own_steps)
-        self.changes = Changes(recorded, self._first)
+        self.changes = ScriptChanges(recorded, self._first)
         self._same = False  # whether the last forward had the datapoints of the recorded forward
 
     @contextlib.contextmanager
@@ -324,7 +324,7 @@ class Feed:
             self.changes.threads()
         step = clock.began.global_step if clock.open else clock.step
         if step != self._counts.step:
-            self._counts = Counts(step)
+            self._counts = StepCounts(step)
         at = self._now.at
         if at is not None and not clock.open:
             self._exporter.parts.steps.go_on_in_epoch(at.train_step, at.epoch)
@@ -362,7 +362,7 @@ class Feed:
             there = [
                 (leaf, one)
                 for leaf, one in there
-                if leaf in given or Place("input_data", None, leaf, own_call) not in found.hashes
+                if leaf in given or TensorPlace("input_data", None, leaf, own_call) not in found.hashes
             ]
         if there and not given:
             part = " (only a part of each was)" if "input_data" in found.in_part else ""
@@ -468,7 +468,7 @@ def feeding_compiled(feed: Callable[[nn.Module, tuple[Any, ...], Mapping[str, An
         yield
 
 
-class Counts:
+class StepCounts:
     """Counts the forwards and losses of a step so far."""
 
     def __init__(self, step: int = -1) -> None:

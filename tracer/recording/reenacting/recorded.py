@@ -28,7 +28,7 @@ _EXACT = ("loss", "loss_terms")
 """Kinds whose values are compared, because captures keep no hashes of them."""
 
 
-class Place(NamedTuple):
+class TensorPlace(NamedTuple):
     """The place of a tensor in a step."""
 
     kind: str
@@ -92,11 +92,11 @@ class RecordedStep:
         By optimizer group (``optimizer.group``) or GradScaler (``scaler``), then by name.
     in_part : set of str
         Kinds of which only a part of each tensor was kept.
-    values : dict of Place to Tensor
+    values : dict of TensorPlace to Tensor
         Whole losses, to compare with.
-    hashes : dict of Place to int
+    hashes : dict of TensorPlace to int
         Hashes of everything else that was kept whole or as a hash.
-    state : dict of Place to int
+    state : dict of TensorPlace to int
         Hashes of the buffers and optimizer states at the beginning of the step.
     """
 
@@ -107,9 +107,9 @@ class RecordedStep:
     generators: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     hyperparameters: dict[str, dict[str, float]] = field(default_factory=dict)
     in_part: set[str] = field(default_factory=set)
-    values: dict[Place, Tensor] = field(default_factory=dict)
-    hashes: dict[Place, int] = field(default_factory=dict)
-    state: dict[Place, int] = field(default_factory=dict)
+    values: dict[TensorPlace, Tensor] = field(default_factory=dict)
+    hashes: dict[TensorPlace, int] = field(default_factory=dict)
+    state: dict[TensorPlace, int] = field(default_factory=dict)
 
     def add(self, message: Message) -> None:
         """Add a message of the step."""
@@ -129,16 +129,16 @@ class RecordedStep:
         elif kept_of(kind)[0] in COMPARABLE:
             self._add_value(message, data)
         elif kind in OF_STATE:
-            self.state[Place(kind, message.key, message.leaf, message.call)] = hash_of(data)
+            self.state[TensorPlace(kind, message.key, message.leaf, message.call)] = hash_of(data)
 
-    def gives(self, place: Place) -> bool:
+    def gives(self, place: TensorPlace) -> bool:
         """Whether a re-enactment is given this value as recorded, instead of computing it."""
         given = {"input_data": self.inputs, "input_labels": self.labels}.get(place.kind, {})
         return place.leaf in given.get(place.call, {})
 
     def _add_value(self, message: Message, data: Tensor) -> None:
         kind, held = kept_of(message.kind)
-        place = Place(kind, message.key, message.leaf, message.call)
+        place = TensorPlace(kind, message.key, message.leaf, message.call)
         if held == "hash":
             self.hashes[place] = int(data)
         elif held != "data":

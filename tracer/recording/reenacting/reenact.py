@@ -27,7 +27,7 @@ from tracer.recording.launching.program import Program
 from tracer.recording.launching.script import run
 from tracer.recording.options import REHEARSAL, Options
 from tracer.recording.recording import Run, record
-from tracer.recording.reenacting.comparison import Comparison, Verdict, steps_named
+from tracer.recording.reenacting.comparison import StepComparison, Verdict, steps_named
 from tracer.recording.reenacting.feed import Ended, Feed, restore
 from tracer.recording.reenacting.recorded import COMPARABLE, OF_STATE, Keyframe, Recorded, recorded_run
 from tracer.stores.locations import Anywhere
@@ -41,7 +41,7 @@ _OR_IDS = ", or sample_ids and a hash of input_data, if a DataLoader gives the i
 
 
 @dataclass(frozen=True)
-class Plan:
+class ReenactmentPlan:
     """The steps to run again, and the keyframe to begin with.
 
     Attributes
@@ -72,7 +72,7 @@ class Plan:
 
 def plan_of(
     recorded: Recorded, steps: tuple[int, int], *, allow_different: bool = False, with_data: bool = True
-) -> Plan:
+) -> ReenactmentPlan:
     """Plan how to run steps of a recorded run again.
 
     Parameters
@@ -119,7 +119,7 @@ def plan_of(
             )
     after = recorded.kept_by_each_rank(stop)  # ranks wait for each other, so all of them run it or none
     goes_on = all(one and _lacking(one, with_data=with_data) is None for one in after)
-    return Plan(recorded, keyframe, steps, stop + goes_on)
+    return ReenactmentPlan(recorded, keyframe, steps, stop + goes_on)
 
 
 def _no_inputs(trace: TraceReader) -> str:
@@ -136,7 +136,7 @@ def _lacking(kept: Mapping[str, bool], *, with_data: bool) -> str | None:
     return next((kind for kind in needed if not kept.get(kind)), None)
 
 
-def captures_for(plan: Plan, asked: Sequence[Capture]) -> tuple[Capture, ...]:
+def captures_for(plan: ReenactmentPlan, asked: Sequence[Capture]) -> tuple[Capture, ...]:
     """The captures of a re-enactment: the user's, hashes of what can be compared, and sample ids if the run has them.
 
     Of the requested steps every value is hashed, so that the verdict can name what was compared with nothing.
@@ -163,19 +163,19 @@ class Reenactment:
 
     Parameters
     ----------
-    plan : Plan
+    plan : ReenactmentPlan
     allow_different : bool
         Whether to continue after the first value that differs from the recorded value.
 
     Attributes
     ----------
-    comparison : Comparison
+    comparison : StepComparison
         Listens to the training.
     """
 
-    def __init__(self, plan: Plan, *, allow_different: bool) -> None:
+    def __init__(self, plan: ReenactmentPlan, *, allow_different: bool) -> None:
         self.plan = plan
-        self.comparison = Comparison(plan.recorded, plan.keyframe.at.global_step, plan.steps, self._step_over)
+        self.comparison = StepComparison(plan.recorded, plan.keyframe.at.global_step, plan.steps, self._step_over)
         self._allow_different = allow_different
         self._feed: Feed | None = None
         self._run: Run | None = None
@@ -219,7 +219,7 @@ class Reenactment:
 
 
 @final
-class OfSteps(Around):
+class WithinSteps(Around):
     """Hides from a listener what is run before and after the requested steps."""
 
     def __init__(self, inner: Receiver, steps: tuple[int, int]) -> None:
@@ -294,7 +294,7 @@ def reenact_script(
                 out=out,
                 captures=captures_for(plan, captures),
                 options=replace(options, reenacts=plan.describe()),
-                receivers=(*(OfSteps(one, steps) for one in receivers), again.comparison),
+                receivers=(*(WithinSteps(one, steps) for one in receivers), again.comparison),
                 began=lambda recording: stack.enter_context(again.by(recording)),
                 required=True,
             )
@@ -372,7 +372,7 @@ def reenact(
             optimizer,
             loss=loss,
             capture=captures_for(plan, given),
-            receivers=(*(OfSteps(one, steps) for one in receivers), again.comparison),
+            receivers=(*(WithinSteps(one, steps) for one in receivers), again.comparison),
             overwrite=overwrite,
             reenacts=plan.describe(),
         )
