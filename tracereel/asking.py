@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
 import tracer
-from tracer.errors import TraceCorruptError, TraceError, TraceExistsError, TraceUnreadableError, UnknownNameError
+from tracer.errors import TraceCorruptError, TraceError, TraceUnreadableError, UnknownNameError
 from tracereel import options
-from tracereel.checks import RESULT_SUFFIXES, check_apart, check_installed, check_new
 from tracereel.command import (
     DAMAGED,
     DIFFERENT,
@@ -26,6 +24,7 @@ from tracereel.command import (
 )
 from tracereel.facts import answer_facts, message_line
 from tracereel.options import MessageFilters
+from tracereel.outputs import Outputs, check_installed, check_new
 from tracereel.printing import (
     cell,
     complain,
@@ -54,45 +53,6 @@ if TYPE_CHECKING:
 
 
 # -- replay -------------------------------------------------------------------------------------------------------
-
-
-class Outputs(NamedTuple):
-    """Where answers are written."""
-
-    out: str | None
-    tensorboard: str | None
-    overwrite: bool
-
-    def checked(self, trace: str) -> Path | None:
-        """Refuse impossible outputs; return the absolute path of `out`.
-
-        The path is resolved before the replay, since a user's subscriber may change the working directory.
-        """
-        target = None
-        if self.out is not None:
-            if "://" in self.out:
-                raise Refusal(f"{self.out}: answers are written to a path, and not to a URL", WRONG_USAGE)
-            target = Path(self.out).absolute()
-            check_new(self.out, RESULT_SUFFIXES, self.overwrite)
-            check_apart(self.out, trace)
-            if target.suffix == ".parquet":
-                check_installed("pyarrow", "tables", "writing Parquet")
-        if self.tensorboard is not None:
-            check_apart(self.tensorboard, trace)
-            check_installed("tensorboard", "tensorboard", "writing for TensorBoard")
-            if Path(self.tensorboard).exists() and not Path(self.tensorboard).is_dir():
-                raise TraceExistsError(f"{self.tensorboard} is already there and is not a directory")
-        return target
-
-    def write(self, results: Results, target: Path | None, times: Mapping[str, Callable[[int], float]]) -> None:
-        """Write answers to `target`, the path from `checked`, and for TensorBoard."""
-        if target is not None:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            results.write(target, overwrite=self.overwrite)
-            say(f"{len(results):,} rows written to {self.out}")
-        if self.tensorboard is not None:
-            results.to_tensorboard(self.tensorboard, times=times)
-            say(f"events written to {self.tensorboard}")
 
 
 @click.command(
@@ -131,7 +91,7 @@ class Outputs(NamedTuple):
     "is not as it was recorded.",
 )
 @options.attempt(
-    help="With --reenact, of a run that was resumed: the attempt whose steps are run again.  [default: the last]",
+    help="With --reenact, of a run that was resumed: the attempt whose steps are run again.  [default: the last]"
 )
 @options.flag(
     "--no-verify",

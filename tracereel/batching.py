@@ -12,9 +12,9 @@ import click
 
 from tracer.shown import printable
 from tracereel import options
-from tracereel.checks import check_installed
 from tracereel.command import SOME_FAILED, UNVERIFIED, Command, conclude, wrong_usage
 from tracereel.options import MessageFilters
+from tracereel.outputs import check_installed
 from tracereel.printing import plain_warnings, print_json, say, size, tell
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ import click
 import tracer
 from tracer.shown import printable
 from tracereel import options
-from tracereel.checks import TRACE_SUFFIXES, check_new
 from tracereel.command import DIFFERENT, FAILED, Command, Refusal, conclude
 from tracereel.options import MessageFilters
+from tracereel.outputs import TRACE_SUFFIXES, check_new
 from tracereel.printing import complain, path_in_model, print_json, print_table, say, tell
 from tracereel.programs import Again, Script, of_a_run, trace_of_steps
 

@@ -14,8 +14,8 @@ import click
 import tracer
 from tracer.messaging.messages import kept_of
 from tracer.secrets import STARS
-from tracereel.checks import TRACE_SUFFIXES
 from tracereel.command import DIFFERENT, UNVERIFIED, WRONG_USAGE, Command, Refusal
+from tracereel.outputs import TRACE_SUFFIXES
 from tracereel.printing import say
 
 if TYPE_CHECKING:

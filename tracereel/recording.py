@@ -20,8 +20,8 @@ from tracer.messaging.messages import DEFAULT_TAG
 from tracer.recording.options import DISABLE, NAMES, WHEN, Flight, Options, bounds_or, disabled
 from tracer.shown import printable
 from tracereel import options
-from tracereel.checks import check_new_trace
 from tracereel.command import FOUND, WRONG_USAGE, Refusal, debugging, need_analyze, wrong_usage
+from tracereel.outputs import check_new_trace
 from tracereel.printing import few_shapes, path_in_model, print_json, print_table, say, size, steps_in_short
 from tracereel.programs import MAIN, OPTIONS, ProgramCommand, module_option, program_argument, program_of, title_of
 
@@ -189,9 +189,7 @@ _CAPTURE = ("kinds", "modules", "every", "burst", "start", "stop", "rows", "posi
     *(Options, "replicated", "max_overhead", "overhead_credit", "max_bytes", "stop_at_bytes", "min_free_disk")
 )
 @options.flag(
-    "--flight",
-    "with_flight",
-    help="Also hold the last steps in full in memory, and write them when something happens.",
+    "--flight", "with_flight", help="Also hold the last steps in full in memory, and write them when something happens."
 )
 @options.declared(Flight, "before", "after", "bytes", prefix="flight_")
 @options.several(

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tracereel import options
-from tracereel.asking import Outputs
-from tracereel.checks import check_new_trace
 from tracereel.command import DIFFERENT, FAILED, UNVERIFIED, WRONG_USAGE, Refusal, conclude, wrong_usage
 from tracereel.options import Steps
+from tracereel.outputs import Outputs, check_new_trace
 from tracereel.printing import print_json, say, show, tell
 from tracereel.programs import (
     MAIN,
@@ -71,7 +70,7 @@ class ReenactCommand(ProgramCommand):
 )
 @options.attempt(
     help="Of a run that was resumed: run the steps again as this attempt left them, counted from 0.  [default: the "
-    "last]",
+    "last]"
 )
 @click.option(
     "--out", metavar="PATH", type=click.Path(), help="Trace to make, .zarr or .h5.  [default: RUN.steps-A-B.zarr]"
@@ -278,13 +277,7 @@ def _probe(
     from tracer.recording.reenacting.reenact import probe_script
 
     done = probe_script(
-        run,
-        script,
-        probe,
-        out=target,
-        kinds=kinds,
-        modules=modules or None,
-        options=Options(overwrite=overwrite),
+        run, script, probe, out=target, kinds=kinds, modules=modules or None, options=Options(overwrite=overwrite)
     )
     many = f"{len(done)} keyframes, of steps {done[0]:,} to {done[-1]:,}" if len(done) > 1 else f"step {done[0]:,}"
     tell(f"the inputs went through the weights of {many}")

@@ -12,8 +12,8 @@ from tempfile import NamedTemporaryFile
 import click
 
 from tracereel import options
-from tracereel.checks import check_apart, check_installed, check_new
 from tracereel.command import DAMAGED, Command, conclude, wrong_usage
+from tracereel.outputs import check_apart, check_installed, check_new
 from tracereel.printing import complain, plain_warnings, print_json, print_table, say, tell
 
 _metrics = options.subscribers(required=False, help="Show this metric, too; may be repeated.")

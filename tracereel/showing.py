@@ -15,10 +15,10 @@ from tracer.errors import TracerError
 from tracer.secrets import masked
 from tracer.shown import printable
 from tracereel import options
-from tracereel.checks import TRACE_SUFFIXES
 from tracereel.command import SOME_FAILED, Command, as_typed, conclude
 from tracereel.facts import message_facts, message_line, overview, stream_facts
 from tracereel.options import MessageFilters
+from tracereel.outputs import TRACE_SUFFIXES
 from tracereel.printing import complain, few_shapes, note_problems, print_json, print_table, size, span, where
 
 if TYPE_CHECKING:

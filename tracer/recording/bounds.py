@@ -77,14 +77,7 @@ class OverheadBound:
     """
 
     def __init__(
-        self,
-        bound: float,
-        schedule: Schedule,
-        meter: Meter,
-        recorder: Recorder,
-        *,
-        probes: Probes,
-        credit: float = 0.0,
+        self, bound: float, schedule: Schedule, meter: Meter, recorder: Recorder, *, probes: Probes, credit: float = 0.0
     ) -> None:
         self._bound = bound
         self._schedule = schedule

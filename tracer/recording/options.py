@@ -21,17 +21,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 from tracer.errors import CaptureError, UnknownNameError
-from tracer.recording.checks import (
-    OneOf,
-    Size,
-    Whole,
-    check_fields,
-    from_zero,
-    option,
-    seconds,
-    share,
-    size_of,
-)
+from tracer.recording.checks import OneOf, Size, Whole, check_fields, from_zero, option, seconds, share, size_of
 
 if TYPE_CHECKING:
     from tracer.messaging.receiver import Receiver

@@ -246,11 +246,7 @@ def dry_run(
             "run of one process, whose streams are those of each rank"
         )
     request = Request(
-        program=program,
-        settings=settings,
-        options=options.unbounded(),
-        purpose="dry-run",
-        steps=DRY_RUN_STEPS,
+        program=program, settings=settings, options=options.unbounded(), purpose="dry-run", steps=DRY_RUN_STEPS
     )
     with termination.raises(), tempfile.TemporaryDirectory(prefix="trace-dry-run-") as folder:
         bare, _ = rehearse(request, Path(folder), recorded=False)

@@ -247,14 +247,7 @@ class Feed:
     """
 
     def __init__(
-        self,
-        recorded: Recorded,
-        keyframe: Keyframe,
-        wanted: int,
-        stop: int,
-        exporter: Exporter,
-        *,
-        own_steps: int,
+        self, recorded: Recorded, keyframe: Keyframe, wanted: int, stop: int, exporter: Exporter, *, own_steps: int
     ) -> None:
         self._recorded = recorded
         self._keyframe = keyframe
