@@ -15,10 +15,10 @@ from tracer.observing.exporter import Exporter
 from tracer.observing.gradient_norms import GRADIENT_NORMS
 from tracer.recording.bounds import BytesBound, KeyframeSpread, OverheadBound
 from tracer.recording.budget import message_bytes
+from tracer.recording.flight_recorder import Usual
 from tracer.recording.options import Options
 from tracer.recording.recorder import Recorder
 from tracer.recording.schedule import GROUPS, Bound, Schedule, with_generators
-from tracer.recording.triggers import Usual
 from tracer.stores.locations import Location
 
 _HEARD: Final = {"loss": "loss", GRADIENT_NORMS: "norm of all gradients"}
