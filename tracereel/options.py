@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
 from tracer.errors import CaptureError, UnknownNameError
 from tracer.recording import checks
-from tracer.recording.checks import OneOf, Size, Whole, seconds_of, share_of, size_in_units, size_of
+from tracer.recording.checks import OneOf, Size, Whole, seconds_of, share_of, size_of
 
 if TYPE_CHECKING:
     from tracer.trace.reader import TraceReader
@@ -136,7 +136,7 @@ def declared(owner: Any, *names: str, prefix: str = "") -> Decorator:
 
 def _for_field(declaration: dataclasses.Field[Any], name: str) -> Decorator:
     check, default = declaration.metadata["check"], declaration.default
-    shown: dict[str, Any] = {"help": declaration.metadata["told"]}
+    shown: dict[str, Any] = {"help": declaration.metadata["help_text"]}
     if default not in (None, False):
         shown |= {"default": default, "show_default": True}
     match check:
@@ -146,10 +146,8 @@ def _for_field(declaration: dataclasses.Field[Any], name: str) -> Decorator:
             return number(name, least=check.least, **shown)
         case OneOf():
             return click.option(name, type=click.Choice(check.words), **shown)
-        case Size() if default is None:
-            return size(name, least=check.least, **shown)
         case Size():
-            return size(name, **shown | {"default": size_in_units(cast("int", default))})
+            return size(name, least=check.least, **shown)
         case checks.from_zero:
             return click.option(name, type=click.FloatRange(min=0), metavar="S", **shown)
         case _:

@@ -76,7 +76,7 @@ def seconds(name: str, value: Any) -> float:
     return seconds_of(value)
 
 
-def option(default: Any, check: Check | None = None, told: str = "") -> Any:
+def option(default: Any, check: Check | None = None, help_text: str = "") -> Any:
     """A field of a dataclass of options.
 
     Parameters
@@ -84,10 +84,10 @@ def option(default: Any, check: Check | None = None, told: str = "") -> Any:
     default
         None says that None is allowed.
     check : Check, optional
-    told : str
-        The help of the command line; without it the command line has no such option.
+    help_text : str
+        The sentence for the command line; without it the command line has no such option.
     """
-    return field(default=default, metadata={"check": check, "told": told})
+    return field(default=default, metadata={"check": check, "help_text": help_text})
 
 
 def check_fields(options: Any, of: str = "") -> None:
@@ -131,20 +131,6 @@ def size_of(text: str | int, least: int = 1) -> int:
     if not least <= count < math.inf:
         raise CaptureError(f"{text!r} is not a size such as 500000, 256MB or 1.5GiB")
     return int(count)
-
-
-def size_in_units(count: int) -> str:
-    """A number of bytes in the largest binary unit of which it is a multiple.
-
-    Examples
-    --------
-    >>> size_in_units(256 << 20), size_in_units(1 << 30), size_in_units(1000)
-    ('256MiB', '1GiB', '1000')
-    """
-    for unit in ("TiB", "GiB", "MiB", "KiB"):
-        if count and count % size_of(f"1{unit}") == 0:
-            return f"{count // size_of(f'1{unit}')}{unit}"
-    return str(count)
 
 
 def share_of(text: str | float) -> float:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from tracer.observing.probes import ProbePlan
     from tracer.trace.certificate import Certificate
 
-QUEUE_BYTES: Final = 256 << 20
+QUEUE_BYTES: Final = "256MiB"
 """How much data may wait for the writer thread before the training waits."""
 COMMIT_SECONDS: Final = 2.0
 """The most seconds between commits."""
@@ -79,7 +79,7 @@ def _reasons(name: str, value: Any) -> tuple[str | Receiver, ...]:
     return when
 
 
-def _held(name: str, value: Any) -> tuple[Capture, ...]:
+def _captures_of_flight(name: str, value: Any) -> tuple[Capture, ...]:
     from tracer.observing.capture import Capture
 
     captures = (value,) if isinstance(value, Capture) else tuple(value) if isinstance(value, Iterable) else ()
@@ -135,8 +135,8 @@ class Flight:
     before: int = option(8, Whole(0), "With --flight: steps before that one to write.")
     after: int = option(4, Whole(0), "With --flight: steps after that one to write.")
     when: Iterable[str | Receiver] = option(WHEN, _reasons)
-    bytes: int | str = option(1 << 30, Size(), "With --flight: how much may be held. The oldest steps leave first.")
-    capture: Capture | Iterable[Capture] | None = option(None, _held)
+    bytes: int | str = option("1GiB", Size(), "With --flight: how much may be held. The oldest steps leave first.")
+    capture: Capture | Iterable[Capture] | None = option(None, _captures_of_flight)
 
     def __post_init__(self) -> None:
         check_fields(self, " of a flight recorder")
@@ -221,7 +221,7 @@ class Options:
         If `compression` names no codec.
     """
 
-    queue_bytes: int = option(QUEUE_BYTES, Size(), "How much data may wait for the thread that writes.")
+    queue_bytes: int | str = option(QUEUE_BYTES, Size(), "How much data may wait for the thread that writes.")
     on_full: Literal["wait", "drop"] = option(
         "wait", OneOf(("wait", "drop")),
         "When so much waits: let the training wait, or drop messages and count them.",

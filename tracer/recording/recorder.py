@@ -28,7 +28,7 @@ class Recorder(Receiver):
     ----------
     writer : TraceWriter or callable that returns a TraceWriter
         A callable is called at the first message, so that a run that never trains creates no trace.
-    queue_bytes : int
+    queue_bytes : int or str
         The most data that may wait for the thread. A single message always fits.
     on_full : {"wait", "drop"}
         What `receive` does when the queue is full: wait until there is room, or drop the message. Drops are counted
@@ -74,7 +74,7 @@ class Recorder(Receiver):
         self,
         writer: TraceWriter | Callable[[], TraceWriter],
         *,
-        queue_bytes: int = QUEUE_BYTES,
+        queue_bytes: int | str = QUEUE_BYTES,
         on_full: Literal["wait", "drop"] = "wait",
         derived: Iterable[str] = (),
         budget: Budget | None = None,

@@ -182,8 +182,8 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
         with a warning and a note in the trace.
     seeds : mapping, optional
         The seeds the run was given, for the header. By default torch's initial seed.
-    queue_bytes : int
-        The most data that may wait for the writer thread.
+    queue_bytes : int or str
+        The most data that may wait for the writer thread, such as ``"256MiB"``.
     on_full : {"wait", "drop"}
         What happens when `queue_bytes` wait: the training waits, or messages are dropped and counted.
     commit_steps, commit_seconds : int, float
@@ -276,7 +276,7 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
         overwrite: bool = False,
         strict: bool = False,
         seeds: Mapping[str, Any] | None = None,
-        queue_bytes: int = QUEUE_BYTES,
+        queue_bytes: int | str = QUEUE_BYTES,
         on_full: Literal["wait", "drop"] = "wait",
         commit_steps: int | None = None,
         commit_seconds: float = COMMIT_SECONDS,
