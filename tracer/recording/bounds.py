@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Sequence
 from time import process_time, thread_time
@@ -52,6 +53,20 @@ class _Clocks(NamedTuple):
     messages: int
     nbytes: int
 
+    @classmethod
+    def read(cls, meter: Meter, recorder: Recorder, probes: Probes) -> _Clocks:
+        """All clocks now; `meter` measures the threads of the training while they run code of the recording."""
+        return cls(
+            thread=threading.get_ident(),
+            training=thread_time(),
+            process=process_time(),
+            own=meter.seconds(),
+            probes=probes.seconds,
+            writer=recorder.cpu_seconds,
+            messages=recorder.seen,
+            nbytes=recorder.seen_bytes,
+        )
+
 
 @final
 class OverheadBound:
@@ -81,9 +96,8 @@ class OverheadBound:
     ) -> None:
         self._bound = bound
         self._schedule = schedule
-        self._meter = meter
         self._recorder = recorder
-        self._probes = probes
+        self._read = functools.partial(_Clocks.read, meter, recorder, probes)
         self._first = self._read()
         self._costs = Costs()
         self._steps = 0
@@ -96,20 +110,6 @@ class OverheadBound:
         self._debt = 0.0  # seconds beyond the bound that are still to be paid back
         # the writer's measured and estimated seconds; older steps count less
         self._writer = (_DOUBT, _DOUBT)
-
-    def _read(self) -> _Clocks:
-        """All clocks now."""
-        recorder = self._recorder
-        return _Clocks(
-            thread=threading.get_ident(),
-            training=thread_time(),
-            process=process_time(),
-            own=self._meter.seconds(),
-            probes=self._probes.seconds,
-            writer=recorder.cpu_seconds,
-            messages=recorder.seen,
-            nbytes=recorder.seen_bytes,
-        )
 
     def spent(self) -> dict[str, float]:
         """Seconds of CPU time so far, of the recording and of the whole process, beside the bound; for the trace."""
