@@ -56,7 +56,7 @@ class Size:
     least: int = 1
 
     def __call__(self, name: str, value: Any) -> int:
-        return size_of(value, self.least)
+        return _named(name, size_of, value, self.least)
 
 
 def from_zero(name: str, value: Any) -> Any:
@@ -68,12 +68,20 @@ def from_zero(name: str, value: Any) -> Any:
 
 def share(name: str, value: Any) -> float:
     """A share, as `share_of` reads it."""
-    return share_of(value)
+    return _named(name, share_of, value)
 
 
 def seconds(name: str, value: Any) -> float:
     """A time, as `seconds_of` reads it."""
-    return seconds_of(value)
+    return _named(name, seconds_of, value)
+
+
+def _named(name: str, read: Callable[..., Any], *given: Any) -> Any:
+    """What `read` gives; its error begins with the name of the option."""
+    try:
+        return read(*given)
+    except CaptureError as error:
+        raise CaptureError(f"{name}: {error}") from None
 
 
 def option(default: Any, check: Check | None = None, help_text: str = "") -> Any:
