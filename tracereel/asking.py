@@ -343,7 +343,10 @@ def _print_plan(plan: Plan, as_json: bool) -> None:
     if as_json:
         print_json(plan.describe())
         return
-    rows = [(one.kind, where(one), one.tag, one.dtype, one.count, size(one.bytes)) for one in plan.streams]
+    rows = [
+        (stream.kind, where(stream), stream.tag, stream.dtype, stream.count, size(stream.bytes))
+        for stream in plan.streams
+    ]
     if rows:
         columns, right = ("kind", "module", "tag", "dtype", "recorded", "bytes"), ("recorded", "bytes")
         print_table(columns, rows, right=right, names=("module", "tag"), group="kind")

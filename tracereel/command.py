@@ -99,7 +99,7 @@ def as_typed(text: str) -> str:
     The library reports absolute paths.
     """
     ctx = click.get_current_context(silent=True)
-    paths = () if ctx is None else [one.name for one in ctx.command.params if isinstance(one.type, click.Path)]
+    paths = () if ctx is None else [param.name for param in ctx.command.params if isinstance(param.type, click.Path)]
     given = [] if ctx is None else [ctx.params.get(name or "") for name in paths]
     typed = [path for one in given if one for path in ([one] if isinstance(one, str) else one)]
     try:

@@ -250,14 +250,14 @@ def _print_streams(streams: Sequence[StreamDifference]) -> None:
         return
     click.echo("\nStreams that differ, the first to part first:")
     rows: list[list[Any]] = []
-    for one in streams[:_ROWS]:
-        name, most = one.name, one.largest
+    for stream in streams[:_ROWS]:
+        name, most = stream.name, stream.largest
         rows.append(
             [
-                "" if one.first is None else one.first.step,
+                "" if stream.first is None else stream.first.step,
                 name.kind, path_in_model(name.module, name.leaf), name.tag, name.rank,
-                f"{one.parted:,} of {one.compared:,}",
-                "" if one.first is None else one.first.amount.far,
+                f"{stream.parted:,} of {stream.compared:,}",
+                "" if stream.first is None else stream.first.amount.far,
                 "shape" if most.amount.shapes else most.amount.far,
                 "shape" if most.amount.shapes else "" if most.amount.by != "data" else f"{most.amount.largest:.2g}",
                 most.step,

@@ -98,8 +98,15 @@ def _print_loss(loss: Loss, dst: str) -> None:
         complain(problem)
     if loss.streams:
         rows = [
-            (one.kind, one.module if one.module != "" else "(root)", one.tag, one.saved, one.lost, span(one.steps))
-            for one in loss.streams
+            (
+                stream.kind,
+                stream.module if stream.module != "" else "(root)",
+                stream.tag,
+                stream.saved,
+                stream.lost,
+                span(stream.steps),
+            )
+            for stream in loss.streams
         ]
         columns = ("kind", "module", "tag", "saved", "lost", "steps lost")
         print_table(columns, rows, right=("saved", "lost"), names=("module", "tag"), group="kind")

@@ -168,11 +168,11 @@ class _KeptSteps(NamedTuple):
         """
         places: dict[tuple[Any, ...], set[int]] = defaultdict(set)
         kinds: dict[str, set[int]] = defaultdict(set)
-        for one in plan.streams:
-            steps = self.by_stream.get(one.id, set())
-            places[_place(one)] |= steps
-            if one.tag == DEFAULT_TAG and clock_of(one.kind) == "global_step":
-                kinds[kept_of(one.kind)[0]] |= steps
+        for stream in plan.streams:
+            steps = self.by_stream.get(stream.id, set())
+            places[_place(stream)] |= steps
+            if stream.tag == DEFAULT_TAG and clock_of(stream.kind) == "global_step":
+                kinds[kept_of(stream.kind)[0]] |= steps
         return (
             all(steps >= self.by_place.get(place, set()) for place, steps in places.items())
             and all(steps >= self.trained for steps in kinds.values())

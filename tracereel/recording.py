@@ -74,7 +74,7 @@ def _wrong_settings() -> Iterator[None]:
         yield
     except (CaptureError, UnknownNameError) as error:
         ctx = click.get_current_context()
-        variables = [name for one in ctx.command.params if (name := _variable(ctx, one)) is not None]
+        variables = [name for param in ctx.command.params if (name := _variable(ctx, param)) is not None]
         if debugging() or not variables:
             raise
         raise Refusal(f"{error} (the environment gives {', '.join(variables)})", WRONG_USAGE) from error
@@ -413,7 +413,7 @@ def _read_config(path: str) -> list[dict[str, Any]]:
         raise Refusal(f"{path} cannot be read as {file.suffix[1:].upper()}: {error}", WRONG_USAGE) from error
     captures = content.get("capture", content) if isinstance(content, dict) else content
     captures = [captures] if isinstance(captures, dict) else captures
-    if not (isinstance(captures, list) and captures and all(isinstance(one, dict) for one in captures)):
+    if not (isinstance(captures, list) and captures and all(isinstance(capture, dict) for capture in captures)):
         raise Refusal(f"{path} must hold the settings of a capture, or a list of them called capture", WRONG_USAGE)
     return captures
 
@@ -449,9 +449,9 @@ def _dry_run(program: Program, settings: Sequence[Mapping[str, Any]], chosen: Op
 def _print_settings(settings: Sequence[Mapping[str, Any]]) -> None:
     """Print the captures as TOML for --config. JSON texts, numbers and lists are TOML, too."""
     click.echo("\nas a file for --config:")
-    for one in settings:
+    for setting in settings:
         click.echo("\n[[capture]]")
-        for name, value in one.items():
+        for name, value in setting.items():
             click.echo(f"{name} = {json.dumps(value)}")
 
 
@@ -542,7 +542,7 @@ def _what(profile: str | None, captures: Sequence[Capture]) -> str:
         return f"the profile {profile}"
     kinds = list(dict.fromkeys(kind for one in captures for kind in one.kinds or ()))
     few = ", ".join(kinds) if len(kinds) <= 3 else f"{len(kinds)} kinds of messages"
-    every = {one.every for one in captures}
+    every = {capture.every for capture in captures}
     return few if every == {1} else f"{few}, of some of the steps"
 
 
@@ -578,7 +578,7 @@ def _say_what_was_recorded(path: Location, called: str) -> None:
     # other ranks may still be recording their parts
     with tracer.open(path, ranks=None if process.size == 1 else [process.rank]) as reader:
         info = reader.info
-        layers = max((one.count for one in reader.streams if _is_of_layers(one)), default=None)
+        layers = max((stream.count for stream in reader.streams if _is_of_layers(stream)), default=None)
         spent = next((note["overhead"] for note in reversed(reader.notes) if "overhead" in note), None)
     span = info["steps"]
     steps = 0 if span is None else span[1] - span[0] + 1

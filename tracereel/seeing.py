@@ -139,17 +139,17 @@ def _print(found: Checked, *, chosen: bool) -> None:
         columns = ("step", "severity", "rule", "where", "steps", "evidence")
         counts: Counter[str] = Counter()
         rows = []
-        for one in found.findings:
-            counts[one.rule] += 1
-            if counts[one.rule] <= _OF_A_RULE:
-                rows.append(_row(one))
+        for finding in found.findings:
+            counts[finding.rule] += 1
+            if counts[finding.rule] <= _OF_A_RULE:
+                rows.append(_row(finding))
         print_table(columns, rows, right=("step", "steps"), names=("where",), prose=("evidence",))
         for rule, count in counts.items():
             if count > _OF_A_RULE:
                 click.echo(f"and {count - _OF_A_RULE:,} more of {rule} (--json tells all)")
     if found.coverage:
         click.echo("\nwhat each rule judged, and it says nothing about the rest:")
-        parts, judged = in_table(found.coverage, (one.rule for one in found.findings))
+        parts, judged = in_table(found.coverage, (finding.rule for finding in found.findings))
         print_table(parts, judged, right=("findings",), prose=("not judged",))
     for name, why in found.unjudged.items():
         tell(f"could not judge: {name}: {why}")
@@ -196,9 +196,10 @@ def blame(trace: str, step: int | None, most: int, as_json: bool) -> None:
         click.echo()
         columns = ["step", "position in batch", "label", "gradient norm", "typical", "input / usual"]
         rows: list[list[Any]] = [
-            [one.step, one.position, one.label, *_gradient(one), _size(one)] for one in found.suspects
+            [suspect.step, suspect.position, suspect.label, *_gradient(suspect), _size(suspect)]
+            for suspect in found.suspects
         ]
-        if any(one.sample is not None for one in found.suspects):
+        if any(suspect.sample is not None for suspect in found.suspects):
             columns.insert(2, "sample id")
             for row, one in zip(rows, found.suspects, strict=True):
                 row.insert(2, one.sample)

@@ -9,10 +9,11 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Any, Final, final
+from typing import Any, Final, TypeVar, final
 
 from tracer.errors import CaptureError
 
+Value = TypeVar("Value")
 Check = Callable[[str, Any], Any]
 """``check(name, value) -> value``"""
 
@@ -76,7 +77,7 @@ def seconds(name: str, value: Any) -> float:
     return _named(name, seconds_of, value)
 
 
-def _named(name: str, read: Callable[..., Any], *given: Any) -> Any:
+def _named(name: str, read: Callable[..., Value], *given: Any) -> Value:
     """What `read` gives; its error begins with the name of the option."""
     try:
         return read(*given)

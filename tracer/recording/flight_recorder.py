@@ -86,7 +86,7 @@ class NonFinite(Trigger):
     def _forgive_gradients(self) -> None:
         if self._found is not None and self._found[0].endswith("gradients"):
             self._found = None
-        self._on_devices = [one for one in self._on_devices if not one[0][0].endswith("gradients")]
+        self._on_devices = [on_device for on_device in self._on_devices if not on_device[0][0].endswith("gradients")]
 
     def judge(self) -> str | None:
         """Name a kind with NaN or infinities, if the step before had none."""
@@ -166,7 +166,7 @@ class Leaves(Trigger):
         heard, self._heard = self._heard, {}
         said = None
         for leaf, numbers in heard.items():
-            value = self._of_step([float(one) for one in numbers])
+            value = self._of_step([float(number) for number in numbers])
             usual = self._usual.setdefault(leaf, Usual())
             if usual.is_left_by(value):
                 named = f"{self._what} {leaf!r}" if leaf else self._what
@@ -419,7 +419,7 @@ class FlightRecorder(Receiver):
         self._transfers = Transfers()
         self._triggers: list[tuple[str, Trigger]] = [
             *((name, BY_NAME[name]()) for name in flight.names if name in BY_NAME),
-            *((one.name or type(one).__name__, Answer(one)) for one in flight.receivers),
+            *((receiver.name or type(receiver).__name__, Answer(receiver)) for receiver in flight.receivers),
         ]
         self._step = -1  # the step of the last message
         self._published_until = -1  # messages up to this step are published as they come
@@ -475,8 +475,8 @@ class FlightRecorder(Receiver):
 
     def know_model(self, model: Mapping[str, Any]) -> None:
         """Tell the receivers among the triggers of the model."""
-        for one in self._flight.receivers:
-            one.know_model(model)
+        for receiver in self._flight.receivers:
+            receiver.know_model(model)
 
     def receive(self, message: Message) -> Iterable[Message]:
         """Hear a message that is recorded anyway."""

@@ -83,11 +83,11 @@ def _captures_of_flight(name: str, value: Any) -> tuple[Capture, ...]:
     from tracer.observing.capture import Capture
 
     captures = (value,) if isinstance(value, Capture) else tuple(value) if isinstance(value, Iterable) else ()
-    if not captures or not all(isinstance(one, Capture) for one in captures):
+    if not captures or not all(isinstance(capture, Capture) for capture in captures):
         raise CaptureError(f"{name} is a tracer.Capture or several, not {value!r}")
-    if any(one.runs for one in captures):
+    if any(capture.runs for capture in captures):
         raise CaptureError("a flight recorder holds no running reductions: of what it drops they would not know")
-    if any(one.hash_above is not None for one in captures):
+    if any(capture.hash_above is not None for capture in captures):
         raise CaptureError("a flight recorder holds tensors whole, whatever their size: leave out hash_above")
     return captures
 
@@ -186,7 +186,7 @@ class Flight:
 
         when = [one if isinstance(one, str) else describe(one) for one in self.when]
         told = {"before": self.before, "after": self.after, "when": when, "bytes": self.bytes}
-        return {**told, "capture": [one.describe() for one in self.captures]}
+        return {**told, "capture": [capture.describe() for capture in self.captures]}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -100,7 +100,9 @@ def header(exporter: Exporter, options: Options) -> dict[str, Any]:
         "kinds": sorted(KINDS),
         "model": models.structure(),
         "models": models.summaries(optimizers),
-        "optimizers": [{"class": type(one).__name__, "trains": models.trained_by(one)} for one in optimizers],
+        "optimizers": [
+            {"class": type(optimizer).__name__, "trains": models.trained_by(optimizer)} for optimizer in optimizers
+        ],
     }
 
 
@@ -163,10 +165,10 @@ def go_on(path: Location, rank: int, options: Options, exporter: Exporter) -> No
         )
     with TraceReader(path) as trace:
         # only training: an evaluation after an epoch's last step has the next step's number, but the old epoch
-        training = [one for one in trace.streams if one.tag == DEFAULT_TAG and one.count]
+        training = [stream for stream in trace.streams if stream.tag == DEFAULT_TAG and stream.count]
         # other ranks tell the step if this rank has no messages
         mine = [one.id for one in training if one.rank == rank] or [one.id for one in training]
-        ended = [one.id for one in trace.streams if one.kind == "epoch_finished"]
+        ended = [stream.id for stream in trace.streams if stream.kind == "epoch_finished"]
         train_step, epoch = _counted(_last_rows(trace, mine, step), step, ended)
     if options.first_epoch is not None and options.first_epoch != epoch:
         train_step, epoch = 0, options.first_epoch

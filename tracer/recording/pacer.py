@@ -124,7 +124,7 @@ class Pacer:
         self._steps = 0
         self._measured: int | None = None  # the step after which the bounds last measured
         # a bound of bytes also measures the evaluations before a step
-        self.each_step = any(isinstance(one, BytesBound) for one in bounds)
+        self.each_step = any(isinstance(bound, BytesBound) for bound in bounds)
         self._look = 1 if self.each_step else _LOOK
         self._changed = 0  # the number of steps at the last change
         self._awake_until = 0
@@ -165,8 +165,8 @@ class Pacer:
         self._measured = last.global_step
         self._steps += passed
         due = self._schedule.due(last.global_step)
-        for one in self._bounds:
-            one.step_over(last.global_step, due, passed)
+        for bound in self._bounds:
+            bound.step_over(last.global_step, due, passed)
         why = self._heard()
         if why:
             self._put_in_force({**dict.fromkeys(GROUPS, 1), "keyframes": self._schedule.factors["keyframes"]}, [why])

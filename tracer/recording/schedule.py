@@ -121,12 +121,12 @@ class Schedule:
         self._evaluations = evaluations
         self._pieces = tuple(_pieces(captures))
         self.factors = dict.fromkeys(GROUPS, 1)
-        self.captures = tuple(one.capture for one in self._pieces)
+        self.captures = tuple(piece.capture for piece in self._pieces)
         self._ranked = self._by_distance()
 
     def spacing(self, group: str) -> int | None:
         """The given distance in steps between a group's messages; None if no capture takes the group."""
-        taken = (one.capture.every for one in self._pieces if one.group == group and one.of_steps)
+        taken = (piece.capture.every for piece in self._pieces if piece.group == group and piece.of_steps)
         return min(taken, default=None)
 
     def due(self, step: int) -> tuple[str, ...]:

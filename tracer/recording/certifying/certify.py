@@ -199,7 +199,9 @@ class Rehearsal(ABC):
         last = number + 1 == self._limit
         if recorder is not None and (number == 0 or last):  # writing the first step must not count for later steps
             recorder.wait_until_written()
-        due = run is not None and any(one.due_step(run.exporter.global_step - 1) for one in run.exporter.captures)
+        due = run is not None and any(
+            capture.due_step(run.exporter.global_step - 1) for capture in run.exporter.captures
+        )
         full = recorder is not None and recorder.budget is not None and recorder.budget.exhausted()
         entered, alone = self._now(), time.thread_time()
         cpu, wall = entered[0] - self._began[0], entered[1] - self._began[1]
@@ -271,7 +273,7 @@ def _overhead(bare: Steps, recorded: Steps, again: Steps) -> dict[str, Any]:
     average = statistics.median if all(among) or not any(among) else statistics.mean
 
     def means(steps: Sequence[Step]) -> tuple[float, float]:
-        return average([one.cpu for one in steps]), average([one.wall for one in steps])
+        return average([step.cpu for step in steps]), average([step.wall for step in steps])
 
     (without, wall_without), (with_recorder, wall_with) = means([*first, *second]), means(watched)
     both = means(first)[0], means(second)[0]

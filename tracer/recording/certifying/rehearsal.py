@@ -279,17 +279,17 @@ def dry_run(
     if seen < DRY_RUN_STEPS and run_steps is None:  # the script ended by itself
         run_steps = seen
     streams = [_per_step(one, seen) for one in told["streams"]]
-    full = sum(one["bytes_per_recorded_step"] for one in streams)
-    mean = sum(one["bytes_per_recorded_step"] * _share(one) for one in streams)
+    full = sum(stream["bytes_per_recorded_step"] for stream in streams)
+    mean = sum(stream["bytes_per_recorded_step"] * _share(stream) for stream in streams)
     overhead = compare(bare, recorded, again).overhead
     ratio = overhead.get("cpu_ratio")
     return {
         "streams": streams,
-        "messages_per_recorded_step": sum(one["messages_per_recorded_step"] for one in streams),
+        "messages_per_recorded_step": sum(stream["messages_per_recorded_step"] for stream in streams),
         "bytes_per_recorded_step": full,
         "bytes_per_step": mean,
         "run_steps": run_steps,
-        "bytes_per_run": None if run_steps is None else round(sum(_in_run(one, run_steps) for one in streams)),
+        "bytes_per_run": None if run_steps is None else round(sum(_in_run(stream, run_steps) for stream in streams)),
         "max_overhead": options.max_overhead,
         "max_bytes": options.max_bytes,
         "stop_at_bytes": options.stop_at_bytes,
@@ -405,7 +405,9 @@ class _OfScript(Rehearsal):
             request.program,
             out=request.trace,
             # a dry run records all steps, to see in the first ones the streams of later steps
-            captures=[replace(one, every=1, burst=1, start=0, stop=None) for one in captures] if is_dry else captures,
+            captures=[replace(capture, every=1, burst=1, start=0, stop=None) for capture in captures]
+            if is_dry
+            else captures,
             options=replace(request.options, probe=probe),
             began=self._started,
             required=True,
@@ -426,22 +428,28 @@ class _OfScript(Rehearsal):
         streams = []
         with TraceReader(path) as trace:
             header, rows = len(json.dumps(trace.header)), trace.journal
-            for one in trace.streams:
-                taken, kind = exporter.parts.demand.capture_of(one.kind, one.module, one.tag), observed(one.kind)
+            for stream in trace.streams:
+                taken, kind = (
+                    exporter.parts.demand.capture_of(stream.kind, stream.module, stream.tag),
+                    observed(stream.kind),
+                )
                 capture = by_capture[id(taken)] if taken is not None else Capture()
                 clock = KINDS[kind].clock if kind in KINDS else "global_step"
-                probed, training = one.tag == PROBE, one.tag == DEFAULT_TAG
+                probed, training = stream.tag == PROBE, stream.tag == DEFAULT_TAG
                 thinned = not probed and kind in KINDS and clock == "global_step"
                 probe = self._request.options.probe
                 every = probe.every if probed and probe else capture.every if thinned else 1
-                calls = rows[rows[:, Column.STREAM] == one.id, Column.CALL]
+                calls = rows[rows[:, Column.STREAM] == stream.id, Column.CALL]
                 aside = clock != "epoch" and not probed and not (training and thinned)
                 # if a module is called once in each pass, its call numbers are the passes' numbers
                 burst = capture.burst if thinned else 1
-                kept = int((calls % every < burst).sum()) if aside else one.count
+                kept = int((calls % every < burst).sum()) if aside else stream.count
                 streams.append(
-                    {name: getattr(one, name) for name in ("kind", "module", "leaf", "tag", "dtype", "count", "bytes")}
-                    | {"shapes": [list(shape) for shape in one.shapes]}
+                    {
+                        name: getattr(stream, name)
+                        for name in ("kind", "module", "leaf", "tag", "dtype", "count", "bytes")
+                    }
+                    | {"shapes": [list(shape) for shape in stream.shapes]}
                     | {"every": every, "burst": burst, "start": capture.start if thinned else 0}
                     | {"stop": capture.stop if thinned else None, "kept": kept}
                     | {"clock": "epoch" if clock == "epoch" else "aside" if aside else "step"}

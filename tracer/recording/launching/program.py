@@ -85,7 +85,7 @@ def launcher_of(program: Sequence[str], module: str | None = None) -> ScriptLaun
     if name == "torchrun":
         return ScriptLauncher(name, "torch.distributed.run", arguments)
     if name == "torch.distributed.launch":
-        rest = tuple(one for one in arguments if one not in ("--use-env", "--use_env"))
+        rest = tuple(argument for argument in arguments if argument not in ("--use-env", "--use_env"))
         if rest == arguments:
             raise CaptureError(
                 "torch.distributed.launch gives --local-rank to what it starts, which is `trace record` and not the "

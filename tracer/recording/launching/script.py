@@ -90,7 +90,7 @@ def run(
     # import the libraries now: the script may log imports
     backend_of(target)
     Compression(options.compression).load(plainly=target.suffix.lower() == ".zarr")
-    if options.probe and not any(one.kinds is None or {*one.kinds} & {*PROBED} for one in captures):
+    if options.probe and not any(capture.kinds is None or {*capture.kinds} & {*PROBED} for capture in captures):
         raise CaptureError(f"a probe gives {', '.join(PROBED)}, and the capture takes none of them")
     session = ScriptSession(Recipe(program.script, target, tuple(captures), options), receivers)
     error: BaseException | None = None
@@ -147,7 +147,7 @@ def captures_of(settings: Sequence[Mapping[str, Any]]) -> tuple[Capture, ...]:
     would outweigh the training's. Several captures without tags are taken as they are.
     """
     captures = tuple(map(Capture.from_mapping, settings))
-    if sum(one.tags is None for one in captures) != 1:
+    if sum(capture.tags is None for capture in captures) != 1:
         return captures
     return tuple(part for one in captures for part in lighter_on_evaluation(one))
 

@@ -160,7 +160,7 @@ class TrainedModels:
     def _join(self, modules: Sequence[nn.Module]) -> None:
         """Watch those of some modules that are not part of what is watched."""
         watched = {id(one) for _, top in self._exporter.parts.models.outermost for one in walking.modules(top)}
-        for name, one in names_of([one for one in modules if id(one) not in watched]).items():
+        for name, one in names_of([module for module in modules if id(module) not in watched]).items():
             self._exporter.add_modules((name, one))
 
     @property
@@ -207,9 +207,9 @@ def models_of(optimizers: Sequence[Optimizer]) -> list[nn.Module]:
     # not by methods of the object, because a module may have other attributes named `parameters` or `modules`
     owners = [one for one in everything if any(id(p) in trained for p in walking.parameters(one))]
     inner = {id(child) for one in owners for child in walking.modules(one) if child is not one}
-    roots = {id(unwrap(one)): unwrap(one) for one in owners if id(one) not in inner}
+    roots = {id(unwrap(owner)): unwrap(owner) for owner in owners if id(owner) not in inner}
     # a copy, such as an average of the weights, owns none of the parameters; a view of some layers owns fewer
-    owned = [(one, [trained[id(p)] for p in walking.parameters(one) if id(p) in trained]) for one in roots.values()]
+    owned = [(root, [trained[id(p)] for p in walking.parameters(root) if id(p) in trained]) for root in roots.values()]
     chosen: list[nn.Module] = []
     covered: set[int] = set()
     for one, places in sorted(owned, key=lambda found: (-len(found[1]), found[1])):
@@ -264,12 +264,12 @@ def _subclasses_of(cls: type) -> set[type]:
 def names_of(models: Sequence[nn.Module]) -> dict[str, nn.Module]:
     """Unique names for models: those of the script's global variables, else of their classes."""
     names: dict[str, nn.Module] = {}
-    for one in models:
-        called = [name for name, value in vars(sys.modules["__main__"]).items() if value is one]
-        name = called[0] if called else type(one).__name__.lower()
+    for model in models:
+        called = [name for name, value in vars(sys.modules["__main__"]).items() if value is model]
+        name = called[0] if called else type(model).__name__.lower()
         while name in names:
             name += "_"
-        names[name] = one
+        names[name] = model
     return names
 
 

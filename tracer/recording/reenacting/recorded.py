@@ -219,7 +219,9 @@ class Recorded:
     @property
     def modules(self) -> list[str]:
         """The paths of the recorded modules and parameters."""
-        return sorted({one.module for one in self.trace.streams if one.module is not None and one.tag == DEFAULT_TAG})
+        return sorted(
+            {stream.module for stream in self.trace.streams if stream.module is not None and stream.tag == DEFAULT_TAG}
+        )
 
     @property
     def has_samples(self) -> bool:
@@ -228,7 +230,7 @@ class Recorded:
 
     @property
     def _observed(self) -> set[str]:
-        return {kept_of(one.kind)[0] for one in self.trace.streams if one.tag == DEFAULT_TAG and one.count}
+        return {kept_of(stream.kind)[0] for stream in self.trace.streams if stream.tag == DEFAULT_TAG and stream.count}
 
     def keyframes(self) -> list[int]:
         """The global steps that have a keyframe, ascending."""
@@ -290,9 +292,9 @@ class Recorded:
         """The sample ids of the training forwards in a range of steps, in order."""
         messages = self.trace.messages("sample_ids", steps=(start, stop), tags=DEFAULT_TAG, ranks=self._ranks)
         return [
-            BatchOf(one.global_step, one.leaf, one.call, one.data.tolist())
-            for one in messages
-            if one.data is not None and not _is_part(one.sampling)
+            BatchOf(message.global_step, message.leaf, message.call, message.data.tolist())
+            for message in messages
+            if message.data is not None and not _is_part(message.sampling)
         ]
 
     def in_eval_mode(self, start: int, stop: int) -> frozenset[int]:
@@ -300,7 +302,7 @@ class Recorded:
         if EVAL_MODE not in self._observed:
             return frozenset()
         messages = self.trace.messages(EVAL_MODE, steps=(start, stop), tags=DEFAULT_TAG, ranks=self._ranks)
-        return frozenset(one.global_step for one in messages)
+        return frozenset(message.global_step for message in messages)
 
     def step(self, number: int) -> RecordedStep:
         """The recording of a training step; the last result is cached."""

@@ -126,7 +126,7 @@ def _no_inputs(trace: TraceReader) -> str:
     """Why a run has no inputs, although they were asked for; "" if it has some, or the reason is not known."""
     problems = [note["problem"] for note in trace.notes if isinstance(note.get("problem"), Mapping)]
     unseen = ("input_data", "the forward of the model")
-    return next((str(one.get("why")) for one in problems if one.get("what") in unseen), "")
+    return next((str(problem.get("why")) for problem in problems if problem.get("what") in unseen), "")
 
 
 def _lacking(kept: Mapping[str, bool], *, with_data: bool) -> str | None:
@@ -294,7 +294,7 @@ def reenact_script(
                 out=out,
                 captures=captures_for(plan, captures),
                 options=replace(options, reenacts=plan.describe()),
-                receivers=(*(WithinSteps(one, steps) for one in receivers), again.comparison),
+                receivers=(*(WithinSteps(receiver, steps) for receiver in receivers), again.comparison),
                 began=lambda recording: stack.enter_context(again.by(recording)),
                 required=True,
             )
@@ -372,7 +372,7 @@ def reenact(
             optimizer,
             loss=loss,
             capture=captures_for(plan, given),
-            receivers=(*(WithinSteps(one, steps) for one in receivers), again.comparison),
+            receivers=(*(WithinSteps(receiver, steps) for receiver in receivers), again.comparison),
             overwrite=overwrite,
             reenacts=plan.describe(),
         )
