@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tracer.messaging.messages import ModuleMessage
-from tracereel.asking import Outputs
+from tracereel.outputs import Outputs
 from tracereel.reenacting import _AskedMetrics
 
 RUN = Path(__file__).parents[2] / "sample_traces" / "v1" / "run.zarr"
