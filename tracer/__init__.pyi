@@ -25,11 +25,10 @@ from tracer.observing.capture import KEYFRAME, Capture
 from tracer.observing.exporter import Exporter
 from tracer.observing.profiles import profile
 from tracer.recording.certifying.certify import certify
-from tracer.recording.flight import Flight
+from tracer.recording.options import Flight
 from tracer.recording.recorder import Recorder
-from tracer.recording.recording import record
+from tracer.recording.recording import Run, record
 from tracer.recording.reenacting.reenact import reenact
-from tracer.recording.run import Run
 from tracer.replaying.plan import plan
 from tracer.replaying.replay import replay
 from tracer.trace.certificate import Certificate

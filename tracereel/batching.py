@@ -12,10 +12,9 @@ import click
 
 from tracer.shown import printable
 from tracereel import options
-from tracereel.checks import check_installed
-from tracereel.command import Command, conclude
-from tracereel.errors import SOME_FAILED, UNVERIFIED, wrong_usage
-from tracereel.options import Filters
+from tracereel.command import SOME_FAILED, UNVERIFIED, Command, conclude, wrong_usage
+from tracereel.options import MessageFilters
+from tracereel.outputs import check_installed
 from tracereel.printing import plain_warnings, print_json, say, size, tell
 
 if TYPE_CHECKING:
@@ -78,7 +77,7 @@ def batch(
     traces: tuple[str, ...],
     specs: tuple[str, ...],
     out: str,
-    filters: Filters,
+    filters: MessageFilters,
     reenact: str | None,
     scheduler: str | None,
     slurm: str | None,
@@ -139,7 +138,7 @@ def batch(
     _print_results(results, unverified, as_json)
 
 
-def _check_again(filters: Filters, work: Mapping[str, Any], out: str) -> None:
+def _check_again(filters: MessageFilters, work: Mapping[str, Any], out: str) -> None:
     """Refuse options that do not go with ``--reenact``."""
     if filters.steps is None or filters.steps[1] is None or (len(filters.steps) > 2 and filters.steps[2] != 1):
         raise click.UsageError("--reenact needs --steps A:B, the steps to run again, without a stride")

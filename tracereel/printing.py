@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 
 from tracer.shown import finite, in_json, printable
-from tracereel.errors import as_typed, harmless
+from tracereel.command import as_typed, harmless
 
 if TYPE_CHECKING:
     from analyze.tables.layout import TextTable

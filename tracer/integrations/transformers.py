@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from tracer.integrations.recording import Recording, require
 from tracer.observing.pytorch.hooks import Hanging, after_forward
 from tracer.observing.pytorch.patches import ModelLoss
-from tracer.recording.run import Run
+from tracer.recording.recording import Run
 from tracer.stores.locations import Anywhere
 
 try:

@@ -19,15 +19,15 @@ import torch
 from torch import nn
 
 import tracer
-from analyze.metrics.hessian import HessianTrace
+from analyze import HessianTrace
 from tests import processes
 from tests.recording.reenacting.scripts import HEAD, SCRIPTS, TWO_RANKS
 from tracer import CaptureError, Collect
 from tracer.messaging.messages import STATE_KINDS
 from tracer.observing.capture import DEFAULT_KINDS
 from tracer.observing.reductions import hash_of
-from tracer.recording.pacing.bound import Wish
-from tracer.recording.pacing.overhead import OverheadBound
+from tracer.recording.bounds import OverheadBound
+from tracer.recording.schedule import Wish
 
 ROOT = Path(__file__).parents[3]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -1,18 +1,19 @@
-"""`OverheadBound`: keeps the CPU time of a recording below a share of the training's own."""
+"""Bounds of a recording: of CPU time (`OverheadBound`), bytes (`BytesBound`), and keyframes (`KeyframeSpread`)."""
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Sequence
 from time import process_time, thread_time
 from typing import NamedTuple, final
 
 from tracer.observing.probes import Probes
+from tracer.observing.profiles import EACH_DOUBLING, spread_factor
 from tracer.observing.pytorch.gate import Meter
-from tracer.recording.pacing.bound import Wish
-from tracer.recording.pacing.costs import Costs, next_factor
-from tracer.recording.pacing.schedule import GROUPS, Schedule
+from tracer.recording.budget import Budget
 from tracer.recording.recorder import Recorder
+from tracer.recording.schedule import GROUPS, Costs, Schedule, Wish, next_factor
 
 _COLD_STEPS = 2
 """The first steps, which import libraries and create files, tell nothing of what later steps cost."""
@@ -52,48 +53,19 @@ class _Clocks(NamedTuple):
     messages: int
     nbytes: int
 
-
-@final
-class Meters:
-    """Reads all clocks that tell what a recording costs.
-
-    Parameters
-    ----------
-    meter : Meter
-        Measures the threads of the training while they run code of the recording.
-    recorder : Recorder
-    probes : Probes
-    """
-
-    def __init__(self, meter: Meter, recorder: Recorder, probes: Probes) -> None:
-        self._meter = meter
-        self._recorder = recorder
-        self._probes = probes
-        self._first = self.read()
-
-    def read(self) -> _Clocks:
-        """All clocks now."""
-        recorder = self._recorder
-        return _Clocks(
+    @classmethod
+    def read(cls, meter: Meter, recorder: Recorder, probes: Probes) -> _Clocks:
+        """All clocks now; `meter` measures the threads of the training while they run code of the recording."""
+        return cls(
             thread=threading.get_ident(),
             training=thread_time(),
             process=process_time(),
-            own=self._meter.seconds(),
-            probes=self._probes.seconds,
+            own=meter.seconds(),
+            probes=probes.seconds,
             writer=recorder.cpu_seconds,
             messages=recorder.seen,
             nbytes=recorder.seen_bytes,
         )
-
-    def wake_writer(self) -> None:
-        """Have the recorder's thread write what waits."""
-        self._recorder.wake()
-
-    def spent(self) -> dict[str, float]:
-        """Seconds of CPU time so far, of the recording and of the whole process."""
-        first, now = self._first, self.read()
-        own = now.own - first.own + now.writer - first.writer
-        return {"recording_seconds": own, "process_seconds": now.process - first.process}
 
 
 @final
@@ -120,18 +92,13 @@ class OverheadBound:
     """
 
     def __init__(
-        self,
-        bound: float,
-        schedule: Schedule,
-        meter: Meter,
-        recorder: Recorder,
-        *,
-        probes: Probes,
-        credit: float = 0.0,
+        self, bound: float, schedule: Schedule, meter: Meter, recorder: Recorder, *, probes: Probes, credit: float = 0.0
     ) -> None:
         self._bound = bound
         self._schedule = schedule
-        self._meters = Meters(meter, recorder, probes)
+        self._recorder = recorder
+        self._read = functools.partial(_Clocks.read, meter, recorder, probes)
+        self._first = self._read()
         self._costs = Costs()
         self._steps = 0
         self._last: _Clocks | None = None
@@ -145,8 +112,11 @@ class OverheadBound:
         self._writer = (_DOUBT, _DOUBT)
 
     def spent(self) -> dict[str, float]:
-        """What the recording has taken so far, beside its bound; for the trace."""
-        return self._meters.spent() | {"max_overhead": self._bound, "overhead_credit": self._credit}
+        """Seconds of CPU time so far, of the recording and of the whole process, beside the bound; for the trace."""
+        first, now = self._first, self._read()
+        own = now.own - first.own + now.writer - first.writer
+        bound = {"max_overhead": self._bound, "overhead_credit": self._credit}
+        return {"recording_seconds": own, "process_seconds": now.process - first.process, **bound}
 
     @property
     def is_in_debt(self) -> bool:
@@ -156,9 +126,9 @@ class OverheadBound:
     def step_over(self, step: int, due: Sequence[str], steps: int) -> None:
         """Read the clocks, and update the costs and the debt."""
         if self._steps < _COLD_STEPS + _EAGER_STEPS:
-            self._meters.wake_writer()
+            self._recorder.wake()
         self._steps += steps
-        now, last = self._meters.read(), self._last
+        now, last = self._read(), self._last
         self._last = now
         if last is None or self._steps <= _COLD_STEPS or last.thread != now.thread:
             return
@@ -182,7 +152,7 @@ class OverheadBound:
         else:
             self._idle += newest * (taken / steps - self._idle)
         if not self._credit_is_used:
-            self._credit_is_used = self._meters.spent()["recording_seconds"] >= self._credit
+            self._credit_is_used = self.spent()["recording_seconds"] >= self._credit
             return
         allowed = self._bound * self._bare
         self._debt += taken - self._bound * bare * steps
@@ -202,3 +172,100 @@ class OverheadBound:
         share = 100 * asked / self._bare if self._bare else 0.0
         why = f"max_overhead {100 * self._bound:.3g}%: all that was asked for takes {share:.3g}% of a step"
         return Wish(dict.fromkeys(GROUPS, least), dict.fromkeys(GROUPS, most), why)
+
+
+@final
+class BytesBound:
+    """Makes the recorded steps rarer as a budget is used up.
+
+    The budget is spent in phases. In the first phase everything is recorded as often as given, until half of the
+    budget is spent. Each later phase is as long as all steps before it, and may spend a part of the remaining budget:
+    a third, a quarter, and so on. After twenty phases, a million times the steps of the first, a twentieth of the
+    budget remains.
+
+    Parameters
+    ----------
+    budget : Budget
+    schedule : Schedule
+    """
+
+    def __init__(self, budget: Budget, schedule: Schedule) -> None:
+        self._budget = budget
+        self._schedule = schedule
+        self._costs = Costs()
+        self._steps = 0
+        self._phase = 0
+        self._limit: int | None = None  # bytes at which the phase ends
+        self._end: int | None = None  # number of steps at which the phase ends; None: only when its bytes are spent
+        self._factors = dict.fromkeys(GROUPS, 1)
+
+    def step_over(self, step: int, due: Sequence[str], steps: int) -> None:
+        """Count the bytes of the step, and begin the next phase if the current phase is over."""
+        budget = self._budget
+        self._steps += steps
+        if self._limit is None:
+            self._limit = (budget.spent + budget.max_bytes) // 2
+        if budget.total > budget.max_bytes:  # the step will be left out
+            if due:  # widen, whatever the estimates are
+                self._factors[due[-1]] *= 2
+            return
+        self._costs.learn(budget.of_step, due)
+        if budget.total >= self._limit or (self._end is not None and self._steps >= self._end):
+            self._begin_phase()
+
+    def _begin_phase(self) -> None:
+        self._phase += 1
+        left = max(self._budget.max_bytes - self._budget.total, 0)
+        may = left // (self._phase + 2)
+        self._limit, self._end = self._budget.total + may, 2 * self._steps
+        factors = self._costs.factors(self._schedule, may / self._steps)
+        self._factors = {group: max(factor, self._factors[group]) for group, factor in factors.items()}
+
+    def wish(self) -> Wish:
+        """The factors of the phase, which never fall."""
+        budget = self._budget
+        why = f"max_bytes: {budget.total:,} of {budget.max_bytes:,} bytes are used after {self._steps:,} steps"
+        return Wish(self._factors, self._factors, why)
+
+
+@final
+class KeyframeSpread:
+    """Leaves keyframes as often as given until they have taken `free` bytes, and then spreads them.
+
+    From then on `spread_factor` spaces them: each doubling of the steps adds the same number of keyframes.
+
+    Parameters
+    ----------
+    free : int
+        Bytes that steps with keyframes may take before keyframes are spread.
+    schedule : Schedule
+    recorder : Recorder
+    """
+
+    def __init__(self, free: int, schedule: Schedule, recorder: Recorder) -> None:
+        self._free = free
+        self._schedule = schedule
+        self._recorder = recorder
+        self._steps = 0
+        self._before = recorder.seen_bytes
+        self._taken = 0
+
+    def step_over(self, step: int, due: Sequence[str], steps: int) -> None:
+        """Count the bytes of the step, if it has a keyframe."""
+        now, before = self._recorder.seen_bytes, self._before
+        self._before = now
+        self._steps = step + 1
+        if "keyframes" in due:
+            self._taken += now - before
+
+    def wish(self) -> Wish | None:
+        """The factor of the keyframes."""
+        spacing = self._schedule.spacing("keyframes")
+        if spacing is None or self._taken <= self._free:
+            return None
+        factors = dict.fromkeys(GROUPS, 1)
+        factors["keyframes"] = spread_factor(self._steps + 1, spacing)
+        why = (
+            f"keyframes have taken {self._taken:,} bytes, so there are {EACH_DOUBLING} more each time the steps double"
+        )
+        return Wish(factors, factors, why)

@@ -1,10 +1,10 @@
-"""`Schedule`: how often each group of kinds is recorded; bounds widen and narrow it."""
+"""`Schedule`: how often each group of kinds is recorded; `Costs` and `Bound`: what a group costs, and may cost."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 from tracer.messaging.messages import DEFAULT_TAG, EVAL_TAG, KINDS
 from tracer.observing.capture import Capture
@@ -56,7 +56,7 @@ def with_generators(factors: dict[str, int]) -> dict[str, int]:
     return factors | {"keyframes": -(-factors["keyframes"] // factors["inputs"]) * factors["inputs"]}
 
 
-class _Piece(NamedTuple):
+class _CapturePart(NamedTuple):
     """The kinds of a given capture that belong to a group.
 
     Attributes
@@ -80,7 +80,7 @@ class _Piece(NamedTuple):
     of_steps: bool
 
 
-def _pieces(captures: Iterable[Capture]) -> Iterator[_Piece]:
+def _pieces(captures: Iterable[Capture]) -> Iterator[_CapturePart]:
     for number, capture in enumerate(captures):
         kinds: dict[str | None, list[str]] = {}
         for kind in capture.kinds or ():
@@ -88,7 +88,7 @@ def _pieces(captures: Iterable[Capture]) -> Iterator[_Piece]:
         for group, some in kinds.items():
             whole = len(kinds) == 1
             piece = capture if whole else replace(capture, kinds=tuple(some))
-            yield _Piece(number, group, whole, piece, group is not None and capture.takes_tag(DEFAULT_TAG))
+            yield _CapturePart(number, group, whole, piece, group is not None and capture.takes_tag(DEFAULT_TAG))
 
 
 class Schedule:
@@ -121,12 +121,12 @@ class Schedule:
         self._evaluations = evaluations
         self._pieces = tuple(_pieces(captures))
         self.factors = dict.fromkeys(GROUPS, 1)
-        self.captures = tuple(one.capture for one in self._pieces)
+        self.captures = tuple(piece.capture for piece in self._pieces)
         self._ranked = self._by_distance()
 
     def spacing(self, group: str) -> int | None:
         """The given distance in steps between a group's messages; None if no capture takes the group."""
-        taken = (one.capture.every for one in self._pieces if one.group == group and one.of_steps)
+        taken = (piece.capture.every for piece in self._pieces if piece.group == group and piece.of_steps)
         return min(taken, default=None)
 
     def due(self, step: int) -> tuple[str, ...]:
@@ -161,8 +161,119 @@ class Schedule:
             if old.every != new.every
         ]
 
-    def _in_force(self, piece: _Piece) -> Capture:
+    def _in_force(self, piece: _CapturePart) -> Capture:
         factor, capture = self.factors.get(piece.group or "", 1), piece.capture
         if factor == 1 or not (piece.of_steps or self._evaluations):
             return capture
         return replace(capture, every=capture.every * factor)
+
+
+class Wish(NamedTuple):
+    """The range of factors that a bound asks of a schedule.
+
+    Attributes
+    ----------
+    least : mapping of str to int
+        By group; a lower factor breaks the bound.
+    most : mapping of str to int
+        By group; a higher factor records less than the bound allows.
+    why : str
+    """
+
+    least: Mapping[str, int]
+    most: Mapping[str, int]
+    why: str
+
+
+class Bound(Protocol):
+    """Measures what steps take of a bounded resource."""
+
+    def step_over(self, step: int, due: Sequence[str], steps: int) -> None:
+        """Measure the steps since the last call: `steps`, the last of which is `step`, in which `due` was due.
+
+        Nothing was due in the steps before it.
+        """
+
+    def wish(self) -> Wish | None:
+        """The factors that the bound asks for; None as long as it asks for nothing."""
+
+
+WIDEST: Final = 1 << 20
+"""The largest factor."""
+SHARES: Final[Mapping[str, float]] = {"losses": 0.5, "inputs": 0.7, "keyframes": 0.5, "tensors": 1.0}
+"""By group, the share of what the groups before it leave that it may take before it is widened."""
+_LEARNS = 0.1
+"""Weight of the newest step in an estimate, after the first steps."""
+
+
+def next_factor(least: float, *, fine: bool = False) -> int:
+    """The smallest factor that is at least `least`: a power of two or, if `fine`, also three halves of such a power.
+
+    Examples
+    --------
+    >>> [next_factor(least) for least in (0.3, 1, 1.1, 2.5, 5)], next_factor(5, fine=True)
+    ([1, 1, 2, 4, 8], 6)
+    """
+    factor = 1
+    while factor < least and factor < WIDEST:
+        if fine and factor > 1 and factor * 3 // 2 >= least:
+            return factor * 3 // 2
+        factor *= 2
+    return factor
+
+
+class Costs:
+    """Learns what each group costs in a step in which it is due.
+
+    A step costs the sum over its due groups. Its cost beyond the estimates of the other groups is attributed to the
+    rarest due group, so the base cost of every step counts for the most frequent group.
+
+    Examples
+    --------
+    >>> from tracer.observing.capture import Capture
+    >>> schedule, costs = Schedule([Capture(kinds=["loss", "weights"])]), Costs()
+    >>> for step in range(1, 41):
+    ...     costs.learn(1.0 if step % 2 else 9.0, ("losses",) if step % 2 else ("losses", "tensors"))
+    >>> round(costs.mean(schedule), 2), costs.factors(schedule, 3.0)["tensors"]
+    (9.0, 4)
+    """
+
+    def __init__(self) -> None:
+        self._of = dict.fromkeys(GROUPS, 0.0)
+        self._seen = dict.fromkeys(GROUPS, 0)
+
+    def learn(self, amount: float, due: Sequence[str]) -> None:
+        """Learn from a step that took `amount`; `due` are its groups, the rarest last."""
+        if not due:
+            return
+        last = due[-1]
+        own = max(0.0, amount - sum(self._of[group] for group in due[:-1]))
+        self._seen[last] += 1
+        self._of[last] += (own - self._of[last]) * max(_LEARNS, 1 / self._seen[last])
+
+    def mean(self, schedule: Schedule) -> float:
+        """The mean cost of a step if the groups come as often as given."""
+        return sum(self._rate(schedule, group) for group in GROUPS)
+
+    def factors(self, schedule: Schedule, allowed: float) -> dict[str, int]:
+        """The smallest factors with which the mean step costs no more than `allowed`.
+
+        Parameters
+        ----------
+        schedule : Schedule
+        allowed : float
+            In the unit of `learn`.
+        """
+        left, found = max(allowed, 0.0), dict[str, int]()
+        for group in GROUPS:
+            rate = self._rate(schedule, group)
+            share = SHARES[group] * left
+            needed = rate / share if share > 0 else float(WIDEST if rate else 1)
+            found[group] = next_factor(needed, fine=group == "tensors")
+            left -= min(left, rate / found[group])
+        found["inputs"] = max(found["inputs"], found["losses"])
+        return with_generators(found)
+
+    def _rate(self, schedule: Schedule, group: str) -> float:
+        spacing = schedule.spacing(group)
+        return 0.0 if spacing is None else self._of[group] / spacing

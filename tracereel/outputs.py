@@ -1,15 +1,18 @@
-"""Checks that refuse a command before it does any work."""
+"""Where commands write: checks that refuse a command before it does any work, and the outputs of answers."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from tracer.errors import TraceError, TraceExistsError, TracerError
-from tracereel.errors import WRONG_USAGE, Failure
+from tracereel.command import WRONG_USAGE, Refusal
+from tracereel.printing import say
 
 if TYPE_CHECKING:
+    from analyze.tables.results import Results
     from tracer.stores.locations import Location
 
 TRACE_SUFFIXES = (".zarr", ".h5", ".hdf5")
@@ -23,7 +26,7 @@ def check_new(path: str, suffixes: Sequence[str], overwrite: bool) -> Location:
 
     target = location(path)
     if target.suffix not in suffixes:
-        raise Failure(
+        raise Refusal(
             f"{path}: the suffix says what is written; it is {target.suffix or 'missing'!r}, "
             f"and can be {', '.join(suffixes)}",
             WRONG_USAGE,
@@ -68,3 +71,42 @@ def check_installed(package: str, extra: str, what: str) -> None:
 
     if find_spec(package) is None:
         raise TracerError(f"{what} needs {package}, which is not installed: pip install 'tracereel[{extra}]'")
+
+
+class Outputs(NamedTuple):
+    """Where answers are written."""
+
+    out: str | None
+    tensorboard: str | None
+    overwrite: bool
+
+    def checked(self, trace: str) -> Path | None:
+        """Refuse impossible outputs; return the absolute path of `out`.
+
+        The path is resolved before the replay, since a user's subscriber may change the working directory.
+        """
+        target = None
+        if self.out is not None:
+            if "://" in self.out:
+                raise Refusal(f"{self.out}: answers are written to a path, and not to a URL", WRONG_USAGE)
+            target = Path(self.out).absolute()
+            check_new(self.out, RESULT_SUFFIXES, self.overwrite)
+            check_apart(self.out, trace)
+            if target.suffix == ".parquet":
+                check_installed("pyarrow", "tables", "writing Parquet")
+        if self.tensorboard is not None:
+            check_apart(self.tensorboard, trace)
+            check_installed("tensorboard", "tensorboard", "writing for TensorBoard")
+            if Path(self.tensorboard).exists() and not Path(self.tensorboard).is_dir():
+                raise TraceExistsError(f"{self.tensorboard} is already there and is not a directory")
+        return target
+
+    def write(self, results: Results, target: Path | None, times: Mapping[str, Callable[[int], float]]) -> None:
+        """Write answers to `target`, the path from `checked`, and for TensorBoard."""
+        if target is not None:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            results.write(target, overwrite=self.overwrite)
+            say(f"{len(results):,} rows written to {self.out}")
+        if self.tensorboard is not None:
+            results.to_tensorboard(self.tensorboard, times=times)
+            say(f"events written to {self.tensorboard}")
