@@ -11,7 +11,7 @@ from tracer.messaging.subscriber import Subscriber
 from tracer.replaying.replay import replay
 from tracer.stores.locations import Anywhere
 from tracer.trace.reader import TraceReader
-from tracer.trace.selection import Steps
+from tracer.trace.streams import Steps
 
 
 def analyze(

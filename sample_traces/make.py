@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import tracer
-from tracer.format.version import VERSION
+from tracer.format.names import VERSION
 from tracer.messaging.messages import Message, ModuleMessage, NetworkMessage
 
 HEADER = {

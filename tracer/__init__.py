@@ -36,7 +36,7 @@ _OF_HOME = {
     "tracer.recording.recording": ("Run", "record"),
     "tracer.replaying.plan": ("plan",),
     "tracer.replaying.replay": ("replay",),
-    "tracer.trace.certificate": ("Certificate",),
+    "tracer.trace.header": ("Certificate",),
     "tracer.trace.reader": ("TraceReader", "open"),
     "tracer.trace.writer": ("TraceWriter",),
     "tracer.upkeep.convert": ("convert",),

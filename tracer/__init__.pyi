@@ -31,7 +31,7 @@ from tracer.recording.recording import Run, record
 from tracer.recording.reenacting.reenact import reenact
 from tracer.replaying.plan import plan
 from tracer.replaying.replay import replay
-from tracer.trace.certificate import Certificate
+from tracer.trace.header import Certificate
 from tracer.trace.reader import TraceReader
 from tracer.trace.reader import TraceReader as open
 from tracer.trace.writer import TraceWriter

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from tracer.recording.pacer import Outlook
     from tracer.recording.recording import Run
     from tracer.stores.locations import Location
-    from tracer.trace.certificate import Certificate
+    from tracer.trace.header import Certificate
     from tracer.trace.streams import StreamInfo
 
 

@@ -22,7 +22,7 @@ from tracereel.outputs import TRACE_SUFFIXES
 from tracereel.printing import complain, few_shapes, note_problems, print_json, print_table, size, span, where
 
 if TYPE_CHECKING:
-    from tracer.trace.selection import Steps
+    from tracer.trace.streams import Steps
 
 
 @click.command(cls=Command, examples=["trace info run.zarr", "trace info runs/", "trace info a.zarr b.h5 --json"])

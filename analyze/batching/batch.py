@@ -33,7 +33,7 @@ from analyze.tables.results import Results
 from analyze.tables.writing import PathLike, arrow_schema, new_file, not_installed, pandas
 from tracer.errors import CaptureError
 from tracer.stores.locations import Anywhere
-from tracer.trace.selection import Steps
+from tracer.trace.streams import Steps
 
 
 def batch(

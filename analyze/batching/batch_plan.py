@@ -20,7 +20,7 @@ from analyze.metrics.inputs import is_whole
 from tracer.errors import CaptureError
 from tracer.replaying.filters import Filters
 from tracer.stores.locations import Anywhere, Url, location
-from tracer.trace.selection import Steps
+from tracer.trace.streams import Steps
 
 TASKS_PER_WORKER: Final = 4
 """Units are grouped only while each worker still has at least this many tasks."""

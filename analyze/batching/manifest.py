@@ -20,7 +20,7 @@ from analyze.batching.part_files import remove_outdated, state_of
 from analyze.batching.units import SCHEMA, Task, UnitFailure
 from analyze.batching.work import Work
 from tracer.errors import TraceUnreachableError, TraceUnreadableError
-from tracer.format.parsing import parsed
+from tracer.format.declarations import parsed
 from tracer.stores.locations import Anywhere
 
 MANIFEST: Final = "manifest.json"

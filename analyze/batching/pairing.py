@@ -31,7 +31,7 @@ from tracer.format.journal import Column
 from tracer.replaying.filters import Filters
 from tracer.stores.locations import Anywhere
 from tracer.trace.reader import TraceReader
-from tracer.trace.selection import Steps
+from tracer.trace.streams import Steps
 
 _Key: TypeAlias = tuple[str, str | None, str]
 _Sizes: TypeAlias = tuple[NDArray[np.int64], NDArray[np.int64]]

@@ -37,7 +37,7 @@ from tracer.replaying.filters import Audience, Filters
 from tracer.replaying.wanted import Due, due_windows, wanted_of
 from tracer.stores.locations import Anywhere, Url, location
 from tracer.trace.reader import TraceReader
-from tracer.trace.selection import Steps
+from tracer.trace.streams import Steps
 
 PART_BYTES: Final = 128 << 20
 """The most bytes that a part reads, where the work can be cut."""

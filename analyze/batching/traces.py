@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from tracer.errors import CaptureError, TraceNotFoundError, TraceUnreadableError, warn_only
-from tracer.format.version import FORMAT
+from tracer.format.names import FORMAT
 from tracer.stores.disk.files import is_there
 from tracer.stores.locations import SCHEMES, Anywhere, Url, location, whole_of
 from tracer.stores.opening import STORES

@@ -20,7 +20,7 @@ from tracer.messaging.subscriber import Subscriber
 from tracer.replaying.filters import Filters
 from tracer.secrets import masked_text
 from tracer.trace.reader import TraceReader
-from tracer.trace.selection import Steps
+from tracer.trace.streams import Steps
 
 KNOWN_SCOPES: Final = ("message", "stream", "step")
 """The scopes that let the work on a trace be cut."""

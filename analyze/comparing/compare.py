@@ -19,8 +19,7 @@ from tracer.replaying.filters import Audience
 from tracer.replaying.plan import opened
 from tracer.stores.locations import Anywhere
 from tracer.trace.reader import TraceReader
-from tracer.trace.selection import Steps
-from tracer.trace.streams import StreamInfo
+from tracer.trace.streams import Steps, StreamInfo
 
 
 def compare(

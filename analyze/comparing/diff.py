@@ -20,7 +20,7 @@ from tracer.format.journal import NONE, Column
 from tracer.replaying.filters import Filters
 from tracer.stores.locations import Anywhere
 from tracer.trace.reader import TraceReader
-from tracer.trace.selection import Steps
+from tracer.trace.streams import Steps
 
 _OWN: Final = (
     *("run_id", "created", "process", "launch", "recording", "attempt", "first_step", "certificate", "kinds"),

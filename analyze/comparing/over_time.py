@@ -17,8 +17,7 @@ from tracer.format.journal import Column
 from tracer.replaying.plan import opened
 from tracer.stores.locations import Anywhere
 from tracer.trace.reader import TraceReader
-from tracer.trace.selection import Steps
-from tracer.trace.streams import StreamInfo
+from tracer.trace.streams import Steps, StreamInfo
 
 
 @dataclass(frozen=True, eq=False)

@@ -34,7 +34,7 @@ from tracer.errors import CaptureError, MessageError
 from tracer.numbers.arrays import Array
 from tracer.stores.locations import Anywhere
 from tracer.trace.reader import TraceReader
-from tracer.trace.selection import Steps
+from tracer.trace.streams import Steps
 
 _PRODUCTS = 1 << 23
 """The number of products of columns in memory at a time: 32 MiB of float32."""

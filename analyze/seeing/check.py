@@ -31,7 +31,7 @@ from tracer.replaying.wanted import wanted_of
 from tracer.shown import table
 from tracer.stores.locations import Anywhere
 from tracer.trace.reader import TraceReader
-from tracer.trace.selection import Steps
+from tracer.trace.streams import Steps
 
 TO_COMPARE = (
     "similarity of layers needs the same inputs at several steps: trace record --probe 64 SCRIPT.py records them, and "

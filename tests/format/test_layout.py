@@ -20,10 +20,9 @@ from tracer.format import journal
 from tracer.format.declarations import declaration, declarations, sealed
 from tracer.format.encodings import ENCODINGS, STORAGE_DTYPES, decode, encode
 from tracer.format.journal import COLUMNS, JOURNAL_BLOCK, Column, row_checksums
-from tracer.format.names import RESERVED, own_pool, quote
+from tracer.format.names import FORMAT, RESERVED, check_version, own_pool, quote
 from tracer.format.process import process_lives, process_start
 from tracer.format.tables import Tables
-from tracer.format.version import FORMAT, check_version
 from tracer.stores.chunks import check_name
 
 NAMES = st.text(max_size=260) | st.sampled_from(

@@ -1,4 +1,4 @@
-"""`tracer.format.parsing`: JSON that may be damaged."""
+"""`tracer.format.declarations`: JSON that may be damaged."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tracer.format.parsing import parsed
+from tracer.format.declarations import parsed
 
 
 def test_json_is_parsed() -> None:

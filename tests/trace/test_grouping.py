@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tracer.trace.grouping import grouped
+from tracer.trace.columns import grouped
 
 
 @pytest.mark.parametrize("ascending", [True, False])

@@ -627,7 +627,7 @@ def test_a_summary_of_other_rows_is_refused(suffix: str, tmp_path: Path, monkeyp
 
 def test_few_chunks_of_a_long_hdf5_array_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a few rows are read, HDF5 tells of their chunks alone; where many are, of all at once."""
-    from tracer.stores.hdf5 import places
+    from tracer.stores.hdf5 import datasets
 
     path = tmp_path / "run.h5"
     with h5py.File(path, "w", libver="latest") as file:
@@ -635,14 +635,14 @@ def test_few_chunks_of_a_long_hdf5_array_are_asked_for(tmp_path: Path, monkeypat
         file.create_dataset("rank0/table", data=data, chunks=(50, 4), maxshape=(None, 4))
         file.create_dataset("rank0/wide", data=data.reshape(-1, 40), chunks=(5, 40), maxshape=(None, 40))
     told = 0
-    tell = places._tell
+    tell = datasets._tell
 
     def counting(dataset: Any, numbers: range, *rest: Any) -> None:
         nonlocal told
         told += len(numbers)
         tell(dataset, numbers, *rest)
 
-    monkeypatch.setattr(places, "_tell", counting)
+    monkeypatch.setattr(datasets, "_tell", counting)
     ((_, store),) = open_parts(path)[0]
     for name, table in (("rank0/table", data), ("rank0/wide", data.reshape(-1, 40))):
         told, rows = 0, len(table)

@@ -56,7 +56,7 @@ def test_sample_reads_as_it_was_meant(trace: Path, meaning: Path) -> None:
 
 def test_there_are_samples_of_this_version() -> None:
     """The version that this release writes has its samples, in both formats, each under 200 kB."""
-    from tracer.format.version import VERSION
+    from tracer.format.names import VERSION
 
     assert {meaning.parent.name for meaning in SAMPLES} >= {f"v{VERSION}"}
     for trace, _ in TRACES:

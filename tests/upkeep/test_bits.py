@@ -7,15 +7,15 @@ from itertools import groupby
 import numpy as np
 import pytest
 
-from tracer.upkeep import bits
-from tracer.upkeep.bits import Bits
+from tracer.upkeep import survey_journal
+from tracer.upkeep.survey_journal import Bits
 
 
 @pytest.mark.parametrize("length", [0, 1, 7, 8, 64, 65, 200])
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.9, 1.0])
 def test_bits_are_a_mask(length: int, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Written and looked at in pieces, they are the mask that was written."""
-    monkeypatch.setattr(bits, "LOOKED_AT", 16)
+    monkeypatch.setattr(survey_journal, "LOOKED_AT", 16)
     rng = np.random.default_rng(length)
     mask = rng.random(length) < share
     kept = Bits(length)

@@ -21,12 +21,12 @@ from tracer.errors import TraceFormatError, TraceNotFoundError
 from tracer.format.declarations import declaration
 from tracer.format.summaries import Summary
 from tracer.messaging.messages import ModuleMessage, NetworkMessage
-from tracer.stores.hdf5.places import ChunkPlaces
+from tracer.stores.hdf5.datasets import ChunkPlaces
 from tracer.trace.writer import TraceWriter
-from tracer.upkeep import findings, survey_summaries
-from tracer.upkeep.findings import CHECKS
+from tracer.upkeep import survey_chunks, survey_journal
 from tracer.upkeep.recover import recover
-from tracer.upkeep.survey_tables import SurveyedTables
+from tracer.upkeep.survey import SurveyedTables
+from tracer.upkeep.survey_chunks import CHECKS
 from tracer.upkeep.verify import TRIES, verify
 
 FORMATS = (".zarr", ".h5")
@@ -318,14 +318,14 @@ def test_many_summaries_of_the_same_rows(tmp_path: Path, monkeypatch: pytest.Mon
         writer.commit()
         writer._commits.lines.extend([declaration("summary", again)] * 300)
     rows = 0
-    summarize = survey_summaries.summarized
+    summarize = survey_journal.summarized
 
     def counting(table: Any, start: int, **options: Any) -> Summary:
         nonlocal rows
         rows += len(table)
         return summarize(table, start, **options)
 
-    monkeypatch.setattr(survey_summaries, "summarized", counting)
+    monkeypatch.setattr(survey_journal, "summarized", counting)
     told = [str(problem) for problem in verify(path).problems]
     assert told == ["summary: the summary of rows 0 to 59 is of rows that one before it is of (and 299 more summaries)"]
     assert rows <= TRIES * 60
@@ -340,7 +340,7 @@ def test_much_damage_of_one_kind_is_told_together(tmp_path: Path, monkeypatch: p
         journal[60:100:2, 2] ^= 3  # two bits, which nothing puts right
         file["rank0/journal"][:] = journal
     every = verify(path)
-    monkeypatch.setattr(findings, "MOST_TOLD", 4)
+    monkeypatch.setattr(survey_chunks, "MOST_TOLD", 4)
     report = verify(path)
     assert report.damaged == every.damaged >= 40
     for check, rest in (

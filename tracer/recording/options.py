@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from tracer.messaging.receiver import Receiver
     from tracer.observing.capture import Capture
     from tracer.observing.probes import ProbePlan
-    from tracer.trace.certificate import Certificate
+    from tracer.trace.header import Certificate
 
 QUEUE_BYTES: Final = "256MiB"
 """How much data may wait for the writer thread before the training waits."""

@@ -27,8 +27,8 @@ from tracer.recording.own_part import Member, OwnPart, notes
 from tracer.recording.pacer import FirstStep, FreeDisk, Outlook, Pacer, disk_of
 from tracer.recording.recorder import Recorder
 from tracer.stores.locations import Anywhere, Location, location
-from tracer.trace.certificate import Certificate
 from tracer.trace.compression import Compression
+from tracer.trace.header import Certificate
 
 
 class Run:

@@ -12,8 +12,7 @@ from tracer.messaging.receiver import Receiver, Scope, describe, refusal
 from tracer.messaging.subscriber import Subscriber
 from tracer.messaging.subscription import passes
 from tracer.trace.reader import TraceReader
-from tracer.trace.selection import Selection, Steps
-from tracer.trace.streams import StreamInfo
+from tracer.trace.streams import Selection, Steps, StreamInfo
 
 
 @dataclass(frozen=True, slots=True)

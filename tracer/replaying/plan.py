@@ -19,8 +19,7 @@ from tracer.replaying.updates import by_stream
 from tracer.replaying.wanted import due_windows, wanted_of
 from tracer.stores.locations import Anywhere
 from tracer.trace.reader import TraceReader
-from tracer.trace.selection import Steps
-from tracer.trace.streams import StreamInfo
+from tracer.trace.streams import Steps, StreamInfo
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,8 +18,7 @@ from tracer.replaying.updates import messages
 from tracer.replaying.wanted import Due, Walk, Wanted, wanted_of
 from tracer.stores.locations import Anywhere
 from tracer.trace.reader import TraceReader
-from tracer.trace.selection import Selection, Steps
-from tracer.trace.streams import StreamInfo
+from tracer.trace.streams import Selection, Steps, StreamInfo
 
 NAMED = 3
 """The most subscribers that a warning names."""

@@ -17,7 +17,7 @@ from tracer.format.journal import Column
 from tracer.format.placement import Placement, cover
 from tracer.format.tables import Pool, Stream
 from tracer.stores.protocols import ReadStore
-from tracer.trace.selection import holders
+from tracer.trace.streams import holders
 
 WHOLE = -2
 """The pool number of a row that stands for a tensor of several parts. The offset column of the row holds the index of

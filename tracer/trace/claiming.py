@@ -16,13 +16,12 @@ from typing import Protocol
 
 from tracer.errors import TraceCorruptError, TraceError, TraceExistsError, TraceUnreadableError
 from tracer.format.declarations import declarations
-from tracer.format.names import declarations_name, part_of, rank_and_attempt
+from tracer.format.names import check_root, declarations_name, part_of, rank_and_attempt
 from tracer.format.process import process_start
-from tracer.format.version import check_root
 from tracer.stores.locations import Anywhere, Location, Url, location
 from tracer.stores.opening import blank, check_writable, exists, open_parts, refuse_part, remove_part, store_files
 from tracer.stores.protocols import ReadStore
-from tracer.stores.zarr.format import WRITER
+from tracer.stores.zarr.shards import WRITER
 from tracer.trace.attempts import seconds
 from tracer.trace.part import lines_to_the_break, lives
 

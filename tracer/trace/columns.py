@@ -1,4 +1,7 @@
-"""`Columns`: many messages as arrays, passed from a reader to a writer without an object for each message."""
+"""`Columns`: many messages as arrays, passed from a reader to a writer without an object for each message.
+
+Indices of an array, as ranges and grouped by value.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,52 @@ from tracer.format.journal import NONE, Column, checksums
 from tracer.format.tables import Stream
 from tracer.messaging.messages import Message, checked
 from tracer.trace.commits import Commits, Due
-from tracer.trace.grouping import grouped
 from tracer.trace.pools import OpenPool, Pools
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+def runs(mask: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
+    """The ranges in which a mask is true; start inclusive, stop exclusive.
+
+    Examples
+    --------
+    >>> list(runs(np.array([True, False, True, True])))
+    [(0, 1), (2, 4)]
+    """
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(np.int8), [0]])))
+    yield from zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)
+
+
+def grouped(keys: NDArray[np.int64], *, ascending: bool = True) -> Iterator[tuple[int, NDArray[np.int64]]]:
+    """The distinct values of an array, each with its indices, ascending.
+
+    Parameters
+    ----------
+    keys : numpy.ndarray of int64, (n,)
+    ascending : bool
+        Whether the values ascend; otherwise they come in the order of their first occurrence.
+
+    Examples
+    --------
+    >>> [(value, places.tolist()) for value, places in grouped(np.array([7, 3, 7]))]
+    [(3, [1]), (7, [0, 2])]
+    >>> [(value, places.tolist()) for value, places in grouped(np.array([7, 3, 7]), ascending=False)]
+    [(7, [0, 2]), (3, [1])]
+    """
+    if not len(keys):
+        return
+    if (keys == keys[0]).all():
+        yield int(keys[0]), np.arange(len(keys))
+        return
+    order = np.argsort(keys, kind="stable")
+    parts = np.split(order, np.flatnonzero(np.diff(keys[order])) + 1)
+    if not ascending:
+        parts.sort(key=lambda part: int(part[0]))
+    for part in parts:
+        yield int(keys[part[0]]), part
+
 
 FEW_ELEMENTS: Final = 64
 """Messages with up to this many elements are ordered by a single numpy operation, larger ones one by one."""

@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 
 from tracer.format.declarations import declaration, is_note, sealed
 from tracer.format.journal import COLUMNS, Column, row_checksums
-from tracer.format.names import declarations_name, journal_name
+from tracer.format.names import FORMAT, VERSION, declarations_name, journal_name
 from tracer.format.summaries import Summarizing
-from tracer.format.version import FORMAT, VERSION
 from tracer.stores.protocols import WriteStore
 from tracer.trace.header import ending, now, public
 

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from tracer.errors import TraceError
 from tracer.format.journal import Column
+from tracer.format.names import FORMAT
 from tracer.format.summaries import Fact, Summary, summarized
 from tracer.format.tables import Stream
-from tracer.format.version import FORMAT
 from tracer.memory import collector_waits
 from tracer.messaging.messages import DEFAULT_TAG
 from tracer.shown import table

@@ -34,7 +34,7 @@ from tracer.trace.attempts import (
     unreadable_part,
     worst,
 )
-from tracer.trace.certificate import worst_certificate
+from tracer.trace.header import worst_certificate
 from tracer.trace.part import Part, is_empty
 from tracer.trace.spans import PartSpan, counted, end_of_counted
 from tracer.trace.unfolding import Unfolding

@@ -16,10 +16,9 @@ from numpy.typing import NDArray
 from tracer.errors import TraceCorruptError, TraceError, TraceUnreadableError
 from tracer.format.declarations import declarations, unsealed
 from tracer.format.journal import COLUMNS, Column, row_checksums
-from tracer.format.names import declarations_name, journal_name, rank_and_attempt
+from tracer.format.names import check_root, declarations_name, journal_name, rank_and_attempt
 from tracer.format.process import process_lives
 from tracer.format.tables import Stream, Tables
-from tracer.format.version import check_root
 from tracer.memory import collector_waits
 from tracer.stores.locations import Location
 from tracer.stores.protocols import ReadStore

@@ -19,11 +19,10 @@ from tracer.stores.locations import Anywhere, location
 from tracer.trace.attempts import listed
 from tracer.trace.columns import Columns
 from tracer.trace.described import Described, Position
-from tracer.trace.fingerprint import Fingerprint
+from tracer.trace.header import Fingerprint
 from tracer.trace.merging import Parts
-from tracer.trace.selection import Selection, Steps
 from tracer.trace.spans import PartSpan, ahead, clock_before
-from tracer.trace.streams import Batch, called
+from tracer.trace.streams import Batch, Selection, Steps, called
 
 WINDOW_ROWS: Final = 1 << 18
 """The default number of messages of a window."""

@@ -21,8 +21,7 @@ from tracer.trace.claiming import check_target
 from tracer.trace.compression import Compression
 from tracer.trace.holes import Hole, sentences
 from tracer.trace.reader import TraceReader
-from tracer.trace.selection import Selection, Steps
-from tracer.trace.streams import StreamInfo
+from tracer.trace.streams import Selection, Steps, StreamInfo
 from tracer.trace.writer import TraceWriter
 from tracer.version import __version__
 

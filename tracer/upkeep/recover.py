@@ -16,15 +16,15 @@ from tracer.format.journal import Column
 from tracer.format.tables import Stream
 from tracer.stores.locations import Anywhere, Location, location
 from tracer.trace.attempts import worst
-from tracer.trace.grouping import grouped
+from tracer.trace.columns import grouped
 from tracer.trace.reader import TraceReader
 from tracer.trace.writer import TraceWriter
 from tracer.upkeep.convert import check_paths, new_trace, single
-from tracer.upkeep.findings import Problem
 from tracer.upkeep.ordering import Ordering
 from tracer.upkeep.survey import UNKNOWN, Survey
 from tracer.upkeep.survey_check import tell_damage
-from tracer.upkeep.survey_columns import SurveyedColumns
+from tracer.upkeep.survey_chunks import Problem
+from tracer.upkeep.survey_data import SurveyedColumns
 from tracer.upkeep.survey_journal import Window
 from tracer.upkeep.verify import survey
 

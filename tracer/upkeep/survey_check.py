@@ -10,11 +10,10 @@ from numpy.typing import NDArray
 
 from tracer.format.journal import HAS_DATA, Column
 from tracer.format.names import journal_name
-from tracer.trace.grouping import grouped, runs
-from tracer.upkeep import findings
-from tracer.upkeep.findings import Problem, Reach
+from tracer.trace.columns import grouped, runs
+from tracer.upkeep import survey_chunks
 from tracer.upkeep.survey import Survey
-from tracer.upkeep.survey_chunks import Array
+from tracer.upkeep.survey_chunks import Array, Problem, Reach
 from tracer.upkeep.survey_data import pieces, touches_damage, unread
 from tracer.upkeep.survey_journal import Window
 
@@ -124,7 +123,7 @@ class _PoolCheck:
     def _tell_failed(self, array: Array, rows: NDArray[np.int64], numbers: NDArray[np.int64]) -> None:
         """Note problems of wrong messages outside of damaged chunks; damaged chunks are reported separately."""
         failed = np.flatnonzero(~touches_damage(array, rows))
-        left = max(0, findings.MOST_TOLD - len(self._failed))
+        left = max(0, survey_chunks.MOST_TOLD - len(self._failed))
         failed, rest = failed[:left], failed[left:]
         if len(rest):
             self._survey.reach(self._more_failed, rows[rest], (rows[rest, Column.OFFSET], numbers[rest]))

@@ -1,12 +1,16 @@
 """`SurveyedJournal`: reads the journal of a part of a trace that may be damaged, in windows of rows.
 
 A journal may exceed the memory. So only a few bits per row are kept, and rows are read again when they are needed.
+
+`Bits`: a mask over the rows of a long journal that takes one bit of memory per row.
+
+`SummaryCheck`: compares the declared summaries with the rows of the journal.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, final
 
@@ -15,13 +19,140 @@ from numpy.typing import NDArray
 
 from tracer.format.checksum import crc32c
 from tracer.format.journal import COLUMNS, NONE, Column, row_checksums
+from tracer.format.summaries import RowsChecksum, Summary, summarized, united
 from tracer.format.tables import Tables
-from tracer.trace.grouping import runs
-from tracer.upkeep import findings
-from tracer.upkeep.bits import Bits
-from tracer.upkeep.findings import Findings
-from tracer.upkeep.survey_chunks import Array, Chunks
-from tracer.upkeep.survey_summaries import SummaryCheck
+from tracer.trace.columns import runs
+from tracer.upkeep import survey_chunks
+from tracer.upkeep.survey_chunks import Array, Chunks, Findings
+
+LOOKED_AT: Final = 1 << 20
+"""The most bits that are unpacked at once."""
+
+
+@final
+class Bits:
+    """A mask over the rows of a journal, all false at first.
+
+    Parameters
+    ----------
+    length : int
+        Number of rows.
+
+    Examples
+    --------
+    >>> bits = Bits(20)
+    >>> bits.put(8, np.array([True, True, False, True]))
+    >>> bits.of(7, 12).tolist(), bits.count(), list(bits.runs())
+    ([False, True, True, False, True], 3, [(8, 10), (11, 12)])
+    """
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self._bytes = np.zeros(-(-length // 8), np.uint8)
+
+    def put(self, start: int, mask: NDArray[np.bool_]) -> None:
+        """Set the mask of rows from `start` on, a multiple of 8; only the end of the journal may cut a byte."""
+        packed = np.packbits(mask, bitorder="little")
+        self._bytes[start // 8 : start // 8 + len(packed)] = packed
+
+    def of(self, start: int, stop: int) -> NDArray[np.bool_]:
+        """The mask of rows ``start`` (inclusive) to ``stop`` (exclusive), cut at the end of the journal."""
+        stop = min(stop, self.length)
+        first = start // 8
+        bits = np.unpackbits(self._bytes[first : -(-stop // 8)], bitorder="little")
+        mask: NDArray[np.bool_] = bits[start - 8 * first : stop - 8 * first].view(np.bool_)
+        return mask
+
+    def count(self, start: int = 0, stop: int | None = None) -> int:
+        """The number of true rows."""
+        stop = self.length if stop is None else min(stop, self.length)
+        return sum(
+            int(np.count_nonzero(self.of(begin, min(begin + LOOKED_AT, stop))))
+            for begin in range(start, stop, LOOKED_AT)
+        )
+
+    def runs(self) -> Iterator[tuple[int, int]]:
+        """The ranges of true rows, start inclusive and stop exclusive."""
+        begun: tuple[int, int] | None = None
+        for first in range(0, self.length, LOOKED_AT):
+            if not self._bytes[first // 8 : (first + LOOKED_AT) // 8].any():
+                continue
+            for start, stop in runs(self.of(first, min(first + LOOKED_AT, self.length))):
+                if begun is not None and begun[1] == first + start:
+                    begun = begun[0], first + stop
+                    continue
+                if begun is not None:
+                    yield begun
+                begun = first + start, first + stop
+        if begun is not None:
+            yield begun
+
+
+@final
+class SummaryCheck:
+    """Compares summaries with rows that are added window by window, in order.
+
+    A summary of a damaged row is not checked, because the damage to the row is reported already. Summaries that overlap
+    an earlier one are not compared, because a damaged trace may have any number of them.
+
+    Parameters
+    ----------
+    summaries : sequence of Summary
+
+    Attributes
+    ----------
+    again : list of Summary
+        The summaries that overlap an earlier one.
+    """
+
+    def __init__(self, summaries: Sequence[Summary]) -> None:
+        self.again: list[Summary] = []
+        # the summaries still to be compared, in reverse order of their rows
+        self._left: list[Summary] = []
+        stop = 0
+        for one in summaries:
+            if one.start >= stop:
+                self._left.append(one)
+                stop = one.stop
+            else:
+                self.again.append(one)
+        self._left.reverse()
+        self._parts: list[Summary] = []
+        self._checksum = RowsChecksum()
+        self._is_certain = True
+
+    def add(self, start: int, rows: NDArray[np.int64], certain: NDArray[np.bool_]) -> Iterator[Summary]:
+        """Add the next window; yields the summaries that end in it and do not match the rows.
+
+        Parameters
+        ----------
+        start : int
+            The number of the first row.
+        rows : numpy.ndarray of int64, (rows, columns)
+        certain : numpy.ndarray of bool, (rows,)
+            Which rows can be read and pass their checksum.
+        """
+        stop = start + len(rows)
+        while self._left and self._left[-1].start < stop:
+            summary = self._left[-1]
+            low, high = max(summary.start, start), min(summary.stop, stop)
+            part = slice(low - start, high - start)
+            self._parts.append(summarized(rows[part], low, checksum=False))
+            self._checksum.add(rows[part])
+            self._is_certain &= bool(certain[part].all())
+            if high < summary.stop:
+                return
+            if self._is_certain and not summary.says(united(self._parts), self._checksum.value):
+                yield summary
+            self._left.pop()
+            self._parts.clear()
+            self._checksum, self._is_certain = RowsChecksum(), True
+
+    @property
+    def beyond(self) -> Sequence[Summary]:
+        """After all windows were added: the summaries that reach beyond the last row."""
+        return self._left[::-1]
+
 
 BLOCK_ROWS = 8192
 """Rows per checksum in memory, a multiple of 8. The checksums reveal rows that change between two reads."""
@@ -189,7 +320,7 @@ class SurveyedJournal:
         for reason in (DAMAGED_ROW, *WRONG):
             ranges = self._wrong[reason].runs() if reason in self._wrong else iter(())
             why = WRONG.get(reason, reason)
-            for start, stop in itertools.islice(ranges, findings.MOST_TOLD):
+            for start, stop in itertools.islice(ranges, survey_chunks.MOST_TOLD):
                 self._refuse(start, stop, why)
             first, last, count = None, 0, 0
             for start, stop in ranges:

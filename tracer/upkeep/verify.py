@@ -20,10 +20,9 @@ from tracer.stores.opening import STORES, open_parts
 from tracer.trace.attempts import foreign_parts, missing, restarted, worst
 from tracer.trace.holes import sentences
 from tracer.trace.reader import TraceReader
-from tracer.upkeep.findings import CHECKS, Problem
 from tracer.upkeep.survey import Survey
 from tracer.upkeep.survey_check import check_all
-from tracer.upkeep.survey_chunks import CACHE_BYTES
+from tracer.upkeep.survey_chunks import CACHE_BYTES, CHECKS, Problem
 
 TRIES: Final = 3
 """The most attempts to verify a trace that shows problems while it is still being written."""

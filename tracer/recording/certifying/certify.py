@@ -32,7 +32,7 @@ from tracer.recording.checks import Whole
 from tracer.recording.options import DISABLE, disabled
 from tracer.recording.recording import Run, record
 from tracer.stores.locations import location
-from tracer.trace.certificate import Certificate
+from tracer.trace.header import Certificate
 
 
 def generators() -> dict[str, Any]:

@@ -45,8 +45,8 @@ from tracer.recording.launching.trained import models_of, names_of
 from tracer.recording.options import REHEARSAL, Options
 from tracer.recording.recording import Run
 from tracer.secrets import masked_text
-from tracer.trace.certificate import Certificate
 from tracer.trace.claiming import this_process
+from tracer.trace.header import Certificate
 from tracer.trace.reader import TraceReader
 
 PATIENCE = 20.0

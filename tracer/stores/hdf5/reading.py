@@ -19,9 +19,7 @@ from tracer.format.names import PART
 from tracer.stores.codecs import OVERHEAD, Codec, decode_part
 from tracer.stores.disk.files import PASSING, LocalFile, again, gone
 from tracer.stores.errors import errno_of, is_unreadable, read_errors, reason
-from tracer.stores.hdf5.attributes import attributes
-from tracer.stores.hdf5.datasets import NOT_FILTERED, Dataset, Inspection
-from tracer.stores.hdf5.places import ChunkPlaces
+from tracer.stores.hdf5.datasets import NOT_FILTERED, ChunkPlaces, Dataset, Inspection, attributes
 from tracer.stores.protocols import ReadStore, rows_in
 
 _T = TypeVar("_T")

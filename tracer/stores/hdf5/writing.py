@@ -20,10 +20,10 @@ from tracer.stores.chunks import RowChunks
 from tracer.stores.codecs import HDF5_FILTER, Codec, encode, hdf5_options
 from tracer.stores.disk.files import listed, remove_folder, replacing, sync
 from tracer.stores.errors import OF_HDF5, write_errors
-from tracer.stores.hdf5.attributes import set_attribute
+from tracer.stores.hdf5.datasets import set_attribute
 from tracer.stores.zarr.documents import write_document
-from tracer.stores.zarr.format import group_document
 from tracer.stores.zarr.reading import ZarrReadStore
+from tracer.stores.zarr.shards import group_document
 from tracer.stores.zarr.writing import ZarrWriteStore
 
 COPIED_BYTES: Final = 16 << 20

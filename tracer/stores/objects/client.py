@@ -23,7 +23,7 @@ from tracer.errors import (
     TraceUnreadableError,
 )
 from tracer.stores.locations import Url
-from tracer.stores.zarr.format import CONSOLIDATED, DOCUMENT_LIMIT, as_document
+from tracer.stores.zarr.shards import CONSOLIDATED, DOCUMENT_LIMIT, as_document
 
 try:
     import obstore

@@ -19,10 +19,8 @@ from tracer.stores.chunks import Piece, check_name
 from tracer.stores.codecs import OVERHEAD, decode_part
 from tracer.stores.locations import Url
 from tracer.stores.objects.client import IN_FLIGHT_BYTES, PARALLEL, RANGE_BYTES, Objects
-from tracer.stores.zarr.description import ArrayDescription
-from tracer.stores.zarr.format import checksum_bytes, is_group
 from tracer.stores.zarr.reader import ZarrReader, numbers_in
-from tracer.stores.zarr.shards import MISSING, chunks_begin
+from tracer.stores.zarr.shards import MISSING, ArrayDescription, checksum_bytes, chunks_begin, is_group
 
 GAP_BYTES = 65536
 """Chunks with a smaller gap between them are fetched by one request."""

@@ -10,7 +10,7 @@ from tracer.stores.locations import Url
 from tracer.stores.objects.client import Objects
 from tracer.stores.objects.reading import ObjectReadStore
 from tracer.stores.objects.writing import ObjectWriteStore
-from tracer.stores.zarr.format import WRITER, is_group
+from tracer.stores.zarr.shards import WRITER, is_group
 
 
 def create(url: Url, *, part: str | None = None, overwrite: bool = False, durable: bool = False) -> ObjectWriteStore:

@@ -21,9 +21,16 @@ from tracer.stores.chunks import RowChunks
 from tracer.stores.codecs import Codec, encode
 from tracer.stores.locations import Url
 from tracer.stores.objects.client import IN_FLIGHT_BYTES, Objects, document_name
-from tracer.stores.zarr.format import WRITER, as_bytes, checksum_bytes, group_document
-from tracer.stores.zarr.shards import GrowingArray, Shard, chunks_begin
-from tracer.stores.zarr.writer import ZarrWriter
+from tracer.stores.zarr.shards import (
+    WRITER,
+    GrowingArray,
+    Shard,
+    ZarrWriter,
+    as_bytes,
+    checksum_bytes,
+    chunks_begin,
+    group_document,
+)
 
 SHARD_BYTES = 16 << 20
 """The most bytes of chunks in a shard; a larger row has a shard of its own."""

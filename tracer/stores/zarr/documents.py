@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tracer.stores.disk.files import UNREADABLE, again, open_file, read_bytes, sync, unreadable, walked
-from tracer.stores.zarr.format import CONSOLIDATED, DOCUMENT_LIMIT, as_bytes, as_document, is_group
+from tracer.stores.zarr.shards import CONSOLIDATED, DOCUMENT_LIMIT, as_bytes, as_document, is_group
 
 TEMPORARY = re.compile(r"\.zarr\.json\.\d+\.[0-9a-f]{8}\.part")
 """The name of a ``zarr.json`` while it is written."""

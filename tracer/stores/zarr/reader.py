@@ -15,9 +15,7 @@ from numpy.typing import NDArray
 from tracer.errors import TraceCorruptError
 from tracer.stores.chunks import check_name
 from tracer.stores.protocols import ReadStore, rows_in
-from tracer.stores.zarr.description import ArrayDescription
-from tracer.stores.zarr.format import DOCUMENT_LIMIT
-from tracer.stores.zarr.shards import as_index, chunks_begin, second_index
+from tracer.stores.zarr.shards import DOCUMENT_LIMIT, ArrayDescription, as_index, chunks_begin, second_index
 
 EXPANSION: Final = 4096
 """The highest compression ratio that is believed of an array with foreign codecs."""

@@ -35,11 +35,9 @@ from tracer.stores.disk.files import (
     walked,
 )
 from tracer.stores.errors import is_unreadable, reason
-from tracer.stores.zarr.description import ArrayDescription
 from tracer.stores.zarr.documents import read_document
-from tracer.stores.zarr.format import checksum_bytes
 from tracer.stores.zarr.reader import ZarrReader, numbers_in
-from tracer.stores.zarr.shards import MISSING
+from tracer.stores.zarr.shards import MISSING, ArrayDescription, checksum_bytes
 
 READ_PIECE = 1 << 20
 """Bytes per read call, so that they are still in the CPU cache when their checksum is computed."""

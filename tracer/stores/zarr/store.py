@@ -16,8 +16,8 @@ from tracer.stores.zarr.documents import (
     read_document,
     write_document,
 )
-from tracer.stores.zarr.format import group_document, is_group
 from tracer.stores.zarr.reading import ZarrReadStore
+from tracer.stores.zarr.shards import group_document, is_group
 from tracer.stores.zarr.writing import ZarrWriteStore
 
 
