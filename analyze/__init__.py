@@ -13,15 +13,15 @@ from typing import Any
 from analyze.metrics import BUILT_IN as _BUILT_IN
 
 HOMES: dict[str, str] = {
-    "BatchResults": "analyze.batching.batch_results",
-    "Checked": "analyze.seeing.findings",
+    "BatchResults": "analyze.batching.batch",
+    "Checked": "analyze.seeing.check",
     "Finding": "analyze.rules.finding",
     "Difference": "analyze.comparing.difference",
     "Results": "analyze.tables.results",
-    "accuracy": "analyze.metrics.predictions.accuracy",
+    "accuracy": "analyze.metrics.accuracy",
     "analyze": "analyze.asking",
-    "TrainingStopped": "analyze.seeing.watch",
-    "Watch": "analyze.seeing.watch",
+    "TrainingStopped": "analyze.seeing.check",
+    "Watch": "analyze.seeing.check",
     "batch": "analyze.batching.batch",
     "blame": "analyze.seeing.blame",
     "check": "analyze.seeing.check",
@@ -31,10 +31,10 @@ HOMES: dict[str, str] = {
     "pairs": "analyze.comparing.pairs",
     "parse": "analyze.registry",
     "report": "analyze.seeing.report",
-    "statistics_of_tensors": "analyze.metrics.elementwise.statistics",
+    "statistics_of_tensors": "analyze.metrics.statistics",
     "statistics_over_time": "analyze.comparing.over_time",
     "subscribers": "analyze.registry",
-    "view": "analyze.seeing.viewing.server",
+    "view": "analyze.seeing.server",
 }
 """Public name → its module; the loop below adds the function and the class of each built-in metric."""
 

@@ -7,12 +7,16 @@ import inspect
 import json
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import analyze
 from analyze import registry
 from analyze.metrics import BUILT_IN
+
+TEMPLATE = Path(__file__).with_suffix(".md")
+"""The page around the metrics: what they have in common, numbers of other systems, and old names."""
 
 HEADINGS = (
     *("Formula", "Needs", "Cost", "Invariant to", "Edge values", "Memory"),
@@ -32,137 +36,6 @@ SCOPES = {
 _REMEMBERS = {"message": "nothing", "stream": "a stream", "step": "a step", "pair": "a pair", "everything": "the run"}
 
 _HEADING = re.compile(rf"(?m)^\*({'|'.join(HEADINGS)})\*:?\s")
-
-
-class Former(NamedTuple):
-    """A row of the table from old names to new: the text for `analyze.parse` (or ``""``), and a remark."""
-
-    system: str
-    name: str
-    wish: str
-    remark: str = ""
-
-
-class Deviation(NamedTuple):
-    """A row of the table of other programs' numbers: the question, their answer, our answer, and the reason."""
-
-    system: str
-    name: str
-    asked: str
-    theirs: str
-    ours: str
-    reason: str
-
-
-DEVIATIONS: tuple[Deviation, ...] = (
-    Deviation(
-        "monitorch", "GradientGeometry", "cosine of two equal gradients of norm 3e-6", "0.0009", "1",
-        "it adds 1e-8 to the product of the norms",
-    ),
-    Deviation(
-        "monitorch", "GradientGeometry", "cosine at the first step", "0", "no answer", "there is no gradient before",
-    ),
-    Deviation(
-        "ikkuna", "TestAccuracySubscriber", "accuracy of 64 right and 3 wrong, in batches of 64", "0.5", "0.9552",
-        "it averages the accuracies of batches",
-    ),
-    Deviation(
-        "ikkuna", "SpectralNormSubscriber", "first spectral norm of `Linear(512, 512)`", "1.02", "1.15",
-        "three power iterations from a random vector are not enough where singular values are close",
-    ),
-    Deviation(
-        "torch", "parametrizations.spectral_norm", "the same", "1.13", "1.15", "fifteen iterations, then one a step",
-    ),
-    Deviation(
-        "ikkuna", "ConditionNumberSubscriber", "condition number of diag(4, 2, 0.5)", "2", "8",
-        "it divides by the norm of the pseudo-inverse instead of multiplying with it",
-    ),
-    Deviation(
-        "monitorch", "ParameterCond", "the same", "0.125", "8", "order -2 gives the inverse",
-    ),
-    Deviation(
-        "weightwatcher", "spectral_norm", "spectral norm of diag(4, 2, 0.5)", "16", "4", "it is of W'W",
-    ),
-    Deviation(
-        "weightwatcher", "norm", "norm of diag(4, 2, 0.5)", "20.25", "4.5", "it is squared",
-    ),
-    Deviation(
-        "torch", "spectral_norm of a kernel", "how much the five-point Laplacian stretches 8 x 8 images at most",
-        "4.4721", "7.7588", "it takes the norm of the reshaped kernel; here `operator_norm` does not",
-    ),
-    Deviation(
-        "lip4conv", "Gram iteration in float32", "bound from above of the spectral norm of diag(1e-10, 5e-11)",
-        "9.999987e-11", "1e-10", "it has no margin for rounding; here `certify` proves one, in float64",
-    ),
-    Deviation(
-        "torch", "linalg.vector_norm", "norm of 2^24 float32 numbers 0.1", "405.75", "409.6",
-        "a few float32 sums (eight, on AVX2) grow too large for what is added to them",
-    ),
-    Deviation(
-        "delve", "covariance", "variance of 10000 standard normal numbers about 1e6", "0.98270", "0.99626",
-        "it takes the squared mean from the mean square, without a shift",
-    ),
-    Deviation(
-        "delve", "idim", "directions that hold 99 % of the variances 0.995 and 0.005", "0", "1",
-        "it leaves the crossing direction out",
-    ),
-)  # fmt: skip
-"""Numbers in which known programs deviate; `tests/analyze/metrics/test_catalogue.py` computes both sides."""
-
-
-FORMER: tuple[Former, ...] = (
-    Former("ikkuna", "MeanSubscriber", "mean"),
-    Former("ikkuna", "VarianceSubscriber", "variance"),
-    Former("ikkuna", "SumSubscriber", "sum"),
-    Former("ikkuna", "NormSubscriber", "norm"),
-    Former("ikkuna", "SpectralNormSubscriber", "spectral_norm", "exact; three power iterations are 3-13 % off"),
-    Former("ikkuna", "ConditionNumberSubscriber", "condition_number", "the quotient; ikkuna's is the product"),
-    Former("ikkuna", "RatioSubscriber", "ratio"),
-    Former("ikkuna", "HistogramSubscriber", "histogram"),
-    Former("ikkuna", "LossSubscriber", "loss"),
-    Former("ikkuna", "MessageMeanSubscriber", "message_mean"),
-    Former("ikkuna", "TrainAccuracySubscriber", "train_accuracy"),
-    Former("ikkuna", "TestAccuracySubscriber", "test_accuracy", "of all samples; ikkuna's is the mean of the batches"),
-    Former("ikkuna", "SVCCASubscriber", "svcca", "truncated, as published; ikkuna's is a mean CCA"),
-    Former("ikkuna", "BatchedSVCCASubscriber", "svcca", "of a probe in batches: `run.probe(..., batch_size=)`"),
-    Former("ikkuna", "SVCCASubscriber(freeze_at=)", "freeze", "with `tracereel.Actor` it freezes; ikkuna's did not"),
-    Former("ikkuna", "HessianEigenSubscriber", "hessian_eigen", "ikkuna's did not converge"),
-    Former("ikkuna", "CallbackSubscriber", "", "`tracereel.CallbackSubscriber`"),
-    Former("ikkuna", "PlotSubscriber", "", "`trace replay --tensorboard DIR`, `Results.to_tensorboard`"),
-    Former("ikkuna's experiments", "RatioLRSubscriber", "learning_rate_from_ratio"),
-    Former("ikkuna's experiments", "ExponentialRatioLRSubscriber", "learning_rate_from_ratio:max_factor=500"),
-    Former(
-        "ikkuna's experiments", "SacredLoggingSubscriber", "", "`trace replay --out`, `Results.to_parquet` and others"
-    ),
-    Former("ikkuna's experiments", "BiasCorrectedMomentsSubscriber", "adam_moments"),
-    Former("monitorch", "OutputActivation", "activation_rate"),
-    Former("monitorch", "OutputNorm", "sample_norm", "`sample_rms` is its `normalize`"),
-    Former("monitorch", "OutputGradientGeometry", "gradient_geometry:kind=layer_gradients"),
-    Former("monitorch", "GradientGeometry", "gradient_geometry", "without its 1e-8; nothing, not 0, at the first step"),
-    Former("monitorch", "GradientActivation", "activation_rate:kind=weight_gradients"),
-    Former("monitorch", "ParameterDifferenceGeometry", "gradient_geometry:kind=weight_updates"),
-    Former("monitorch", "ParameterNorm", "norm:kind=weights"),
-    Former("monitorch", "ParameterCond", "condition_number", "monitorch's is its inverse"),
-    Former("monitorch", "LossModule", "loss"),
-    Former("monitorch", "ExplicitCall", "loss:kind=loss", "`run.log(kind, value)`, then any metric of that kind"),
-    Former("cockpit", "Loss", "loss"),
-    Former("cockpit", "Distance", "distance"),
-    Former("cockpit", "UpdateSize", "norm:kind=weight_updates"),
-    Former("cockpit", "GradNorm", "gradient_geometry"),
-    Former("cockpit", "GradHist1d", "histogram:kind=weight_gradients,bins=100,low=-2,high=2"),
-    Former("cockpit", "NormTest", "gradient_noise"),
-    Former("cockpit", "InnerTest", "gradient_noise"),
-    Former("cockpit", "OrthoTest", "gradient_noise"),
-    Former("cockpit", "MeanGSNR", "gradient_noise"),
-    Former("cockpit", "CABS", "gradient_noise"),
-    Former("cockpit", "EarlyStopping", "gradient_noise"),
-    Former("cockpit", "Alpha", "alpha", "from the slopes alone, which need no variances"),
-    Former("cockpit", "HessMaxEV", "hessian_eigen"),
-    Former("cockpit", "HessTrace", "hessian_trace", "`hessian_trace:modules=fc` for a layer"),
-    Former("cockpit", "TICDiag", "ticdiag"),
-    Former("cockpit", "TICTrace", "tictrace"),
-)
-"""Every subscriber of ikkuna, every preprocessor of monitorch, every quantity of cockpit, with its counterpart here."""
 
 
 def headings(docstring: str) -> dict[str, str]:
@@ -239,8 +112,16 @@ def example(function: Any) -> list[str]:
 
 
 def markdown() -> str:
-    """The page ``docs/metrics.md``, from the registry and the docstrings of the built-in metrics."""
-    return "\n".join(_page()) + "\n"
+    """The page ``docs/metrics.md``: `TEMPLATE`, with what the docstrings of the built-in metrics say of each."""
+    metrics = [registry.describe_class(name) for name in sorted(BUILT_IN)]
+    about = "\n".join(line for metric in metrics for line in ("", *_metric(metric)))
+    page = TEMPLATE.read_text(encoding="utf-8")
+    return page.replace("{table}", "\n".join(map(_row, metrics))).replace("{metrics}", about)
+
+
+def _row(metric: dict[str, Any]) -> str:
+    name, says = metric["name"], _plain(metric["summary"]).replace("|", "\\|")
+    return f"| [`{name}`](#{name}) | {says} | {_takes(metric)} | {_REMEMBERS[metric['scope']]} |"
 
 
 def descriptions() -> str:
@@ -288,64 +169,6 @@ def _place_in_import(name: str) -> tuple[bool, bool, str]:
 def _kind_of_name(name: str) -> tuple[bool, bool, str]:
     """The sort key of a name: constants and acronyms first, then classes, then functions."""
     return not name.isupper(), name[0].islower(), name
-
-
-_INTRODUCTION = """# Metrics
-
-<!-- made by `make docs` (`trace subscribers --markdown`) from the docstrings: change those, not this page -->
-
-Every metric is asked by its name, live (`tracereel.record(..., receivers=[...])`) or of a trace
-(`trace replay run.zarr --subscriber NAME:key=value,...`), and answers the same; its pure function is `analyze.NAME`.
-`trace subscribers NAME` shows what stands here, and its parameters; `trace subscribers "dead units"` finds the metrics
-that speak of these words.
-
-*Remembers* says what a metric has to have heard: one that remembers nothing gives the same values when only some steps
-or modules are replayed; the others measure from where the replay begins, unless they are given a saved state.
-*Mergeable*: what two of them remember of different messages can be put together.
-Those that take *the model* ask for derivatives of the loss: they answer live and when steps are run again
-(`trace reenact`), and a replay refuses them.
-
-| name | says | takes | remembers |
-|---|---|---|---|"""
-
-_ACTIONS = """
-## Acting on answers
-
-`freeze` and `learning_rate_from_ratio` are rules: what they answer is what the rule would do. A replay shows what it
-would have done to a recorded run. In a live run `tracereel.Actor(model, optimizer)`, given as a receiver beside them,
-does it: at the end of the step for answers about training passes, at once for those about probes. Metrics themselves
-never touch the model.
-
-## Other numbers elsewhere
-
-| system | name | asked for | says | here | because |
-|---|---|---|---|---|---|
-{deviations}
-
-## Old names
-
-Every subscriber of ikkuna, every preprocessor of monitorch and the quantities of cockpit, and what asks the same.
-
-| system | was | is | remark |
-|---|---|---|---|"""
-
-
-def _page() -> Iterator[str]:
-    metrics = [registry.describe_class(name) for name in sorted(BUILT_IN)]
-    yield _INTRODUCTION
-    for metric in metrics:
-        name, says = metric["name"], _plain(metric["summary"]).replace("|", "\\|")
-        yield f"| [`{name}`](#{name}) | {says} | {_takes(metric)} | {_REMEMBERS[metric['scope']]} |"
-    for metric in metrics:
-        yield ""
-        yield from _metric(metric)
-    rows = "\n".join(f"| {' | '.join(row)} |" for row in DEVIATIONS)
-    yield _ACTIONS.replace("{deviations}", rows)
-    for row in FORMER:
-        known = row.wish.partition(":")[0] in BUILT_IN
-        elsewhere = not row.wish and row.remark.startswith("`")  # the counterpart is not a metric
-        now, remark = (row.remark, "") if elsewhere else (f"`{row.wish}`" if known else "none", row.remark)
-        yield f"| {row.system} | `{row.name}` | {now} | {remark} |"
 
 
 def _metric(metric: dict[str, Any]) -> Iterator[str]:

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import tracer
-from analyze.metrics.gradients.ratio import Ratio
-from analyze.metrics.predictions.pooled_accuracy import TestAccuracy
-from analyze.metrics.similarity.svcca import SVCCA
-from analyze.metrics.spectra.spectral_norm import SpectralNorm
+from analyze.metrics.accuracy import TestAccuracy
+from analyze.metrics.lengths import Ratio
+from analyze.metrics.similarity.correlations import SVCCA
+from analyze.metrics.spectral_norm import SpectralNorm
 from analyze.seeing.report import report
 from tracer.errors import TracerError
 from tracer.messaging.receiver import Collect

@@ -180,7 +180,7 @@ def describe(name: str) -> dict[str, Any]:
     --------
     >>> about = describe("spectral_norm")
     >>> about["class"], about["needs"], about["produces"]
-    ('analyze.metrics.spectra.spectral_norm.SpectralNorm', ['weights'], ['weights_spectral_norm',
+    ('analyze.metrics.spectral_norm.SpectralNorm', ['weights'], ['weights_spectral_norm',
      'weights_spectral_norm_residual', 'weights_spectral_norm_status'])
     >>> [(one["name"], one["default"]) for one in about["parameters"]]
     [('kind', 'weights'), ('exact', False), ('tolerance', 1e-06), ('certify', 100), ('tag', 'default'),
@@ -259,7 +259,7 @@ def origin(text: str) -> list[str]:
     Examples
     --------
     >>> origin("ratio:order=1")
-    ['analyze.metrics.gradients.ratio:Ratio', '1']
+    ['analyze.metrics.lengths:Ratio', '1']
     """
     wish = _Wish.of(text)
     cls = find(wish.name)

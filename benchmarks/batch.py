@@ -13,6 +13,7 @@ benchmarks/batch.py [--rounds 3] [--traces 500] [--few 60] [--scale 1.0] [--json
 from __future__ import annotations
 
 import argparse
+import contextlib
 import heapq
 import json
 import os
@@ -24,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +34,11 @@ import torch
 import analyze
 from analyze.batching.batch import batch
 from analyze.batching.batch_plan import plan_batch
-from analyze.batching.processes import Processes, environment, resident
+from analyze.batching.engines import Engine, Processes, Running, environment
+from analyze.batching.folder import folder_at
 from analyze.batching.tasks import run
+from analyze.batching.units import Outcome, Receipt, Task
+from analyze.batching.work import Work
 from tracer import ModuleMessage, NetworkMessage, TraceWriter
 
 SPECS = ["norm", "ratio", "message_mean", "svcca:tag=default", "loss"]
@@ -151,46 +156,35 @@ def per_part(folder: Path, rounds: int) -> dict[str, float]:
         analyze.analyze(trace, "norm")
         alone = time.process_time() - began
         began = time.process_time()
-        receipt = run({"task": task.document(), "out": str(out), "replace": True})
+        receipt = run(task, str(out), replace=True)
         costs.append(time.process_time() - began - alone)
-        assert receipt["outcomes"][0]["status"] == "computed"
+        assert receipt.outcomes[0].status == "computed"
     return {"median_ms": 1e3 * statistics.median(costs), "worst_ms": 1e3 * max(costs)}
 
 
 def handing_out(count: int = 300) -> float:
     """Seconds of the process that hands tasks out, for each: what a task costs it, but for the work."""
 
-    class Nothing:
+    class Nothing(Engine):
         """An engine whose workers take no time."""
 
-        def __init__(self) -> None:
-            self.keys: list[tuple[str, Mapping[str, Any]]] = []
-
-        def submit(self, key: str, document: Mapping[str, Any]) -> None:
-            self.keys.append((key, json.loads(json.dumps(document))))
-
-        def next_done(self) -> tuple[str, Mapping[str, Any]]:
-            key, document = self.keys.pop()
-            outcomes = [
-                {"unit": one["id"], "status": "computed", "rows": 1, "seconds": 1.0, "reason": "", "traceback": ""}
-                for one in document["task"]["units"]
-            ]
-            return key, {"outcomes": outcomes, "where": "nowhere"}
+        def submit(self, task: Task, out: str, replace: bool) -> Running:
+            outcomes = [Outcome(unit.id, "computed", 1, 1.0) for unit in task.units]
+            done: Running = Future()
+            done.set_result(Receipt(outcomes, "nowhere"))
+            return done
 
         def close(self) -> None:
-            self.keys.clear()
-
-    from analyze.batching.folder import folder_at
-    from analyze.batching.work import Work
+            """Nothing is left."""
 
     with tempfile.TemporaryDirectory() as name:
         small(Path(name) / "run.zarr", steps=count)
         planned = plan_batch(Path(name) / "run.zarr", "norm", Path(name) / "out", part_bytes=1, workers=count)
-        folder = folder_at(Path(name) / "out")
-        work = Work(planned, folder, lambda event: None, False)
-        began = time.process_time()
-        work.run(Nothing())
-        return (time.process_time() - began) / len(planned.tasks)
+        with folder_at(Path(name) / "out") as folder:
+            work = Work(planned, folder, lambda event: None, False)
+            began = time.process_time()
+            work.run(Nothing())
+            return (time.process_time() - began) / len(planned.tasks)
 
 
 def scaling(folder: Path, rounds: int, scale: float) -> tuple[dict[str, float], list[float]]:
@@ -240,22 +234,17 @@ def memory(folder: Path, scale: float) -> dict[str, float]:
             at = {"global_step": step, "train_step": step, "epoch": 0, "module": "fc"}
             writer.write(ModuleMessage(kind="weights", data=torch.randn(256, 1024, generator=generator), **at))
     planned = plan_batch(path, "norm", folder / "memory", part_bytes=32 << 20, workers=1)
-    engine = Processes(1, memory=1 << 40)
     idle = peak = 0.0
-    try:
+    with contextlib.closing(Processes(1)) as engine:
         (unit,) = plan_batch(folder / "small" / "run0.zarr", "norm", folder / "memory", workers=1).tasks
-        engine.submit("warm", {"task": unit.document(), "out": str(folder / "memory"), "replace": True})
-        engine.next_done()
-        (worker,) = engine.workers
-        idle = resident(worker.pid) / 1e6
-        for number, task in enumerate(planned.tasks):
-            engine.submit(str(number), {"task": task.document(), "out": str(folder / "memory"), "replace": True})
-        for _ in planned.tasks:
-            engine.next_done()
-        status = Path(f"/proc/{worker.pid}/status").read_text()
-        peak = int(status.partition("VmHWM:")[2].split()[0]) * 1024 / 1e6
-    finally:
-        engine.close()
+        for task in (unit, *planned.tasks):
+            running = engine.submit(task, str(folder / "memory"), True)
+            pid = engine.busy[running].processes[0].pid
+            running.result()
+            engine.receipt(running)
+            status = Path(f"/proc/{pid}/status").read_text()
+            peak = int(status.partition("VmHWM:")[2].split()[0]) * 1024 / 1e6
+            idle = idle or peak
     shutil.rmtree(path)
     return {
         "trace_mb": int(400 * scale) * 256 * 1024 * 4 / 1e6,

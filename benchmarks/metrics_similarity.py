@@ -178,7 +178,7 @@ def all_pairs(items: int) -> None:
 STREAM = """
 import sys, time
 import numpy as np
-from analyze.metrics.similarity.gathering import ByMoments
+from analyze.metrics.similarity.similarity import ByMoments
 
 def megabytes(which):
     with open("/proc/self/status") as status:

@@ -34,7 +34,7 @@ import torch
 from numpy.typing import NDArray
 
 import analyze
-from analyze.metrics.spectra.lanczos import seeded
+from analyze.metrics.spectral_norm import seeded
 from tracer import ModuleMessage
 
 

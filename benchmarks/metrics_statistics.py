@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 import analyze
-from analyze.metrics.elementwise.sketch import sketch
+from analyze.metrics.counts import sketch
 
 NOMINAL = 24.0
 """GB/s of np.dot for which the bars are stated."""

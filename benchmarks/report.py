@@ -33,13 +33,11 @@ from torch import nn
 import tracer
 from analyze.registry import instances
 from analyze.rules import RULES
-from analyze.seeing.check import check
+from analyze.seeing.check import Checked, check
 from analyze.seeing.course import Course, Grid
-from analyze.seeing.findings import Checked
-from analyze.seeing.gather import POINTS
 from analyze.seeing.gathered import GRADIENT, LONGEST, RATIO, Gathered, Key
 from analyze.seeing.page import page
-from analyze.seeing.report import report
+from analyze.seeing.report import POINTS, report
 from analyze.tables.results import Results
 
 METRICS = ("ratio", "norm:kind=weights", "norm:kind=weight_gradients,as=g", "norm:kind=layer_gradients,as=s",

@@ -122,7 +122,7 @@ def _check(path: Path) -> int:
 
 def _report(path: Path) -> int:
     """How many series a report draws."""
-    from analyze.seeing.gather import gather
+    from analyze.seeing.report import gather
 
     return len(gather(path).losses)
 
@@ -285,8 +285,8 @@ def _followed(path: Path, length: int, commits: int, steps: int, streams: int) -
 
     import tracer
     import tracer.replaying.replay as replaying
-    from analyze import Results
     from analyze.registry import parse
+    from analyze.tables.results import Results
     from tracer import ModuleMessage, TraceReader, TraceWriter
 
     values = torch.linspace(-1, 1, streams).unbind()

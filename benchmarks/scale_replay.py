@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 import tracer
-from analyze import parse
+from analyze.registry import parse
 from analyze.tables.results import Results
 from tracer import ModuleMessage, TraceWriter
 

@@ -38,7 +38,7 @@ from numpy.typing import NDArray
 
 import analyze
 import tracer
-from tracer.observing.sketches import Sketch, projection
+from tracer.observing.reductions import Sketch, projection
 
 Matrix = NDArray[Any]
 

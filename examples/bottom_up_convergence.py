@@ -37,7 +37,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 import tracereel
-from analyze.metrics.similarity.bases import STATUSES
+from analyze.metrics.similarity.datapoints import STATUSES
 from tracereel import analyze
 
 TRAINED_ON, BATCH, RECORDED = 1297, 64, 30

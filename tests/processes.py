@@ -44,7 +44,7 @@ ROOT = Path(__file__).parents[1]
 IMPORTED = (
     *("numpy", "scipy.linalg", "scipy.stats", "torch._dynamo", "torch.utils.data", "h5py", "zarr", "rich"),
     *("multiprocessing.synchronize", "tracer.stores.hdf5.store", "tracer.stores.zarr.store"),
-    *("tracer.recording.certifying.rehearsed", "tracer.recording.certifying.dry_run"),
+    *("tracer.recording.certifying.rehearsal", "tracer.recording.certifying.rehearsal"),
     *("tracer.recording.launching.script", "analyze.tables.results", "tracereel.main"),
 )
 """What the server imports before it forks."""

@@ -91,7 +91,7 @@ def test_what_a_page_shows_runs(
             there = shutil.ignore_patterns("examples")
             shutil.copytree(recorded(line), tmp_path, ignore=there, dirs_exist_ok=True)
         else:
-            with processes.forked():  # the workers of a batch
+            with processes.forked():  # scripts that run steps again
                 done = CliRunner().invoke(main, words)
             # of steps run again, a busy machine may have kept no hashes, and then they are verified only in part
             assert done.exit_code in ((0, 7) if "--reenact" in words else (0,)), f"{line}: {done.output}"

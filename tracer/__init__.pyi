@@ -17,8 +17,7 @@ from tracer.errors import (
 from tracer.messaging.actor import Actor
 from tracer.messaging.bus import MessageBus, get_default_bus
 from tracer.messaging.messages import KINDS, Message, MessageBundle, ModuleMessage, NetworkMessage, derived
-from tracer.messaging.objective import Objective
-from tracer.messaging.receiver import Collect, Receiver
+from tracer.messaging.receiver import Collect, Objective, Receiver
 from tracer.messaging.stacks import Stack, Stretch
 from tracer.messaging.subscriber import CallbackSubscriber, Subscriber
 from tracer.messaging.subscription import Subscription, SynchronizedSubscription
@@ -26,11 +25,10 @@ from tracer.observing.capture import KEYFRAME, Capture
 from tracer.observing.exporter import Exporter
 from tracer.observing.profiles import profile
 from tracer.recording.certifying.certify import certify
-from tracer.recording.flight import Flight
+from tracer.recording.options import Flight
 from tracer.recording.recorder import Recorder
-from tracer.recording.recording import record
+from tracer.recording.recording import Run, record
 from tracer.recording.reenacting.reenact import reenact
-from tracer.recording.run import Run
 from tracer.replaying.plan import plan
 from tracer.replaying.replay import replay
 from tracer.trace.certificate import Certificate

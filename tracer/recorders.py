@@ -31,10 +31,9 @@ from tracer.messaging.messages import Message
 from tracer.messaging.receiver import Receiver
 from tracer.observing.capture import Capture
 from tracer.observing.exporter import Exporter
-from tracer.observing.pytorch.wrappers import unwrap
+from tracer.observing.pytorch.structure import unwrap
 from tracer.recording import termination
-from tracer.recording.recording import end, start
-from tracer.recording.run import Run
+from tracer.recording.recording import Run, end, start
 from tracer.shown import table
 from tracer.stores.locations import Anywhere, location
 

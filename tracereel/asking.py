@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
 import tracer
-from tracer.errors import TraceCorruptError, TraceError, TraceExistsError, TraceUnreadableError, UnknownNameError
+from tracer.errors import TraceCorruptError, TraceError, TraceUnreadableError, UnknownNameError
 from tracereel import options
-from tracereel.checks import RESULT_SUFFIXES, check_apart, check_installed, check_new
-from tracereel.command import Command, conclude
-from tracereel.errors import DAMAGED, DIFFERENT, FAILED, UNVERIFIED, WRONG_USAGE, Failure, wrong_usage
+from tracereel.command import (
+    DAMAGED,
+    DIFFERENT,
+    FAILED,
+    UNVERIFIED,
+    WRONG_USAGE,
+    Command,
+    Refusal,
+    conclude,
+    wrong_usage,
+)
 from tracereel.facts import answer_facts, message_line
-from tracereel.options import Filters
+from tracereel.options import MessageFilters
+from tracereel.outputs import Outputs, check_installed, check_new
 from tracereel.printing import (
     cell,
     complain,
@@ -41,49 +49,10 @@ if TYPE_CHECKING:
     from tracer.messaging.subscriber import Subscriber
     from tracer.replaying.plan import Plan
     from tracer.trace.reader import TraceReader
-    from tracereel.again import Again
+    from tracereel.programs import Again
 
 
 # -- replay -------------------------------------------------------------------------------------------------------
-
-
-class Outputs(NamedTuple):
-    """Where answers are written."""
-
-    out: str | None
-    tensorboard: str | None
-    overwrite: bool
-
-    def checked(self, trace: str) -> Path | None:
-        """Refuse impossible outputs; return the absolute path of `out`.
-
-        The path is resolved before the replay, since a user's subscriber may change the working directory.
-        """
-        target = None
-        if self.out is not None:
-            if "://" in self.out:
-                raise Failure(f"{self.out}: answers are written to a path, and not to a URL", WRONG_USAGE)
-            target = Path(self.out).absolute()
-            check_new(self.out, RESULT_SUFFIXES, self.overwrite)
-            check_apart(self.out, trace)
-            if target.suffix == ".parquet":
-                check_installed("pyarrow", "tables", "writing Parquet")
-        if self.tensorboard is not None:
-            check_apart(self.tensorboard, trace)
-            check_installed("tensorboard", "tensorboard", "writing for TensorBoard")
-            if Path(self.tensorboard).exists() and not Path(self.tensorboard).is_dir():
-                raise TraceExistsError(f"{self.tensorboard} is already there and is not a directory")
-        return target
-
-    def write(self, results: Results, target: Path | None, times: Mapping[str, Callable[[int], float]]) -> None:
-        """Write answers to `target`, the path from `checked`, and for TensorBoard."""
-        if target is not None:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            results.write(target, overwrite=self.overwrite)
-            say(f"{len(results):,} rows written to {self.out}")
-        if self.tensorboard is not None:
-            results.to_tensorboard(self.tensorboard, times=times)
-            say(f"events written to {self.tensorboard}")
 
 
 @click.command(
@@ -122,7 +91,7 @@ class Outputs(NamedTuple):
     "is not as it was recorded.",
 )
 @options.attempt(
-    help="With --reenact, of a run that was resumed: the attempt whose steps are run again.  [default: the last]",
+    help="With --reenact, of a run that was resumed: the attempt whose steps are run again.  [default: the last]"
 )
 @options.flag(
     "--no-verify",
@@ -132,7 +101,7 @@ class Outputs(NamedTuple):
 def replay(
     trace: str,
     specs: tuple[str, ...],
-    filters: Filters,
+    filters: MessageFilters,
     outputs: Outputs,
     follow: bool,
     only_plan: bool,
@@ -159,7 +128,7 @@ def replay(
         raise click.UsageError("--plan tells what there is to read, and --follow waits for more: give one of them")
     with tracer.open(trace, ranks=filters.ranks or None, verify=not no_verify) as reader, plain_warnings():
         from analyze.tables.results import Results
-        from analyze.tables.tensorboard import times_of
+        from analyze.tables.writing import times_of
 
         if follow and len(reader.ranks) > 1:
             ranks = ", ".join(map(str, reader.ranks))
@@ -201,17 +170,17 @@ def replay(
         elif outputs.out is None and outputs.tensorboard is None and len(results):
             show(results.to_table())
     if damage is not None:
-        raise Failure(f"{damage}; the answers are to what comes before that", Failure.of(damage).exit_code)
+        raise Refusal(f"{damage}; the answers are to what comes before that", Refusal.of(damage).exit_code)
     _note_silent(results, [subscriber for question in questions for subscriber in question.subscribers])
 
 
 def _run_again(trace: str, line: str, steps: tuple[int, int], attempt: int | None) -> Again:
     """Run the steps again, and return the result if none of their values differs from the run's."""
-    from tracereel.again import Script, recorded_again
+    from tracereel.programs import Script, recorded_again
 
     found = recorded_again(trace, Script.of(line, trace), steps, attempt)
     if not found.usable:
-        raise Failure(f"{found}; they are in {found.trace}", DIFFERENT)
+        raise Refusal(f"{found}; they are in {found.trace}", DIFFERENT)
     assert found.verdict is not None, "a usable result has a verdict"
     for sentence in found.verdict.replaced:
         complain(sentence)
@@ -224,7 +193,7 @@ def _print_steps_to_run(trace: str, steps: tuple[int, int], attempt: int | None)
 
     with recorded_run(trace, attempt) as recorded:
         plan = plan_of(recorded, steps)
-        from tracereel.again import trace_of_steps
+        from tracereel.programs import trace_of_steps
 
         click.echo(
             f"would run {plan.count:,} steps, from the keyframe of step {plan.keyframe.at.global_step:,}, and ask "
@@ -239,7 +208,7 @@ class _Question(NamedTuple):
     trace: str
     rank: int
     subscribers: Sequence[Subscriber]
-    filters: Filters
+    filters: MessageFilters
     plan: Plan
 
     def ask(self, results: Results) -> TraceCorruptError | None:
@@ -273,7 +242,7 @@ class _Question(NamedTuple):
         return None
 
 
-def _questions(reader: TraceReader, trace: str, specs: Sequence[str], filters: Filters) -> list[_Question]:
+def _questions(reader: TraceReader, trace: str, specs: Sequence[str], filters: MessageFilters) -> list[_Question]:
     """One question per rank that can answer; of every rank if none can.
 
     A rank may be recorded in part, for example without the weights, which are the same in all ranks.
@@ -374,7 +343,10 @@ def _print_plan(plan: Plan, as_json: bool) -> None:
     if as_json:
         print_json(plan.describe())
         return
-    rows = [(one.kind, where(one), one.tag, one.dtype, one.count, size(one.bytes)) for one in plan.streams]
+    rows = [
+        (stream.kind, where(stream), stream.tag, stream.dtype, stream.count, size(stream.bytes))
+        for stream in plan.streams
+    ]
     if rows:
         columns, right = ("kind", "module", "tag", "dtype", "recorded", "bytes"), ("recorded", "bytes")
         print_table(columns, rows, right=right, names=("module", "tag"), group="kind")
@@ -412,7 +384,9 @@ def _print_plan(plan: Plan, as_json: bool) -> None:
 )
 @options.flag("--log/--linear", "log", default=None, help="The scale of values; by default what fits them.")
 @options.overwrite
-def plot(trace: str, specs: tuple[str, ...], filters: Filters, out: str, log: bool | None, overwrite: bool) -> None:
+def plot(
+    trace: str, specs: tuple[str, ...], filters: MessageFilters, out: str, log: bool | None, overwrite: bool
+) -> None:
     """Draw what metrics say of a trace, over its steps.
 
     Each kind of answer has a panel: a line for each series, or a map with a row for each where there are more than
@@ -433,7 +407,7 @@ def plot(trace: str, specs: tuple[str, ...], filters: Filters, out: str, log: bo
         results.plot(out, log=log, overwrite=overwrite)
         say(f"{len(results):,} answers drawn to {out}")
     if damage is not None:
-        raise Failure(f"{damage}; the figure shows what comes before that", DAMAGED)
+        raise Refusal(f"{damage}; the figure shows what comes before that", DAMAGED)
     _note_silent(results, [subscriber for question in questions for subscriber in question.subscribers])
     if not len(results):
         conclude(FAILED)

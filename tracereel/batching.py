@@ -12,15 +12,14 @@ import click
 
 from tracer.shown import printable
 from tracereel import options
-from tracereel.checks import check_installed
-from tracereel.command import Command, conclude
-from tracereel.errors import SOME_FAILED, UNVERIFIED, wrong_usage
-from tracereel.options import Filters
+from tracereel.command import SOME_FAILED, UNVERIFIED, Command, conclude, wrong_usage
+from tracereel.options import MessageFilters
+from tracereel.outputs import check_installed
 from tracereel.printing import plain_warnings, print_json, say, size, tell
 
 if TYPE_CHECKING:
-    from analyze.batching.batch_results import BatchResults
-    from analyze.batching.units import Failure
+    from analyze.batching.batch import BatchResults
+    from analyze.batching.units import UnitFailure
 
 
 @click.command(
@@ -67,7 +66,7 @@ if TYPE_CHECKING:
     help="Compute on workers that SLURM starts: a .toml or .json file, or jobs=8,queue=short,memory=4GB,...",
 )
 @click.option("--part", metavar="I/N", help="Compute one share of N only, counted from 0, without any cluster.")
-@options.size("--memory", help="Memory that a worker may have; its part fails if it has more.")
+@options.size("--memory", help="Memory that a worker may allocate; a part that needs more fails.")
 @options.size("--part-size", "part_bytes", help="What a part reads, at most (default: 128MiB).")
 @options.flag("--force", help="Compute everything anew.")
 @click.option("--table", metavar="FILE.parquet", help="Write all answers to one file, too; it is replaced.")
@@ -78,7 +77,7 @@ def batch(
     traces: tuple[str, ...],
     specs: tuple[str, ...],
     out: str,
-    filters: Filters,
+    filters: MessageFilters,
     reenact: str | None,
     scheduler: str | None,
     slurm: str | None,
@@ -96,7 +95,7 @@ def batch(
     could not be answered, the rest is, and the exit code is 4.
     """
     check_installed("pyarrow", "tables", "a batch")
-    from analyze.batching.engines import ONE_THREAD, own_program
+    from analyze.batching.engines import ONE_THREAD
 
     environment = dict(os.environ)
     if "numpy" not in sys.modules:  # NumPy reads these variables when it is imported
@@ -104,8 +103,8 @@ def batch(
     from analyze.batching.batch import batch as run_batch
     from analyze.batching.batch_plan import plan_batch
     from analyze.batching.clusters import options_of
-    from analyze.batching.cutting import PART_BYTES
-    from analyze.batching.estimate import estimate
+    from analyze.batching.manifest import estimate
+    from analyze.batching.planning import PART_BYTES
     from analyze.batching.progress import display
 
     asked: dict[str, Any] = {**filters.of_a_rank, **work, "part_bytes": work["part_bytes"] or PART_BYTES}
@@ -128,7 +127,7 @@ def batch(
             else:
                 _print_estimate(estimate(plan, out, work["workers"]) | steps, as_json)
             return
-        with own_program(), display(sys.stderr) as progress:
+        with display(sys.stderr) as progress:
             results = run_batch(
                 traces, specs, out, scheduler=scheduler, slurm=cluster, memory=memory, table=table, progress=progress,
                 **asked,
@@ -139,7 +138,7 @@ def batch(
     _print_results(results, unverified, as_json)
 
 
-def _check_again(filters: Filters, work: Mapping[str, Any], out: str) -> None:
+def _check_again(filters: MessageFilters, work: Mapping[str, Any], out: str) -> None:
     """Refuse options that do not go with ``--reenact``."""
     if filters.steps is None or filters.steps[1] is None or (len(filters.steps) > 2 and filters.steps[2] != 1):
         raise click.UsageError("--reenact needs --steps A:B, the steps to run again, without a stride")
@@ -177,7 +176,7 @@ def _print_results(results: BatchResults, unverified: Sequence[str], as_json: bo
         say(_failure_line(failure))
 
 
-def _failure_line(failure: Failure) -> str:
+def _failure_line(failure: UnitFailure) -> str:
     of = f" {failure.spec}" if failure.spec else ""
     return printable(f"{failure.status}: {failure.trace}{of}: {failure.reason}")
 

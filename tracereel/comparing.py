@@ -1,4 +1,4 @@
-"""``trace diff``: where two runs part."""
+"""``trace diff``: where two runs part; with ``--reenact``, both run again around that step."""
 
 from __future__ import annotations
 
@@ -9,15 +9,75 @@ import click
 
 import tracer
 from tracer.shown import printable
-from tracereel import bisecting, options
-from tracereel.command import Command, conclude
-from tracereel.errors import DIFFERENT, FAILED
-from tracereel.options import Filters
+from tracereel import options
+from tracereel.command import DIFFERENT, FAILED, Command, Refusal, conclude
+from tracereel.options import MessageFilters
+from tracereel.outputs import TRACE_SUFFIXES, check_new
 from tracereel.printing import complain, path_in_model, print_json, print_table, say, tell
+from tracereel.programs import Again, Script, of_a_run, trace_of_steps
 
 if TYPE_CHECKING:
-    from analyze.comparing.difference import Difference, StreamDifference, Uncompared
-    from analyze.comparing.structure import StructureDifference
+    from analyze.comparing.difference import Difference, StreamDifference, StructureDifference, Uncompared
+
+
+def scripts_of(lines: Sequence[str], runs: tuple[str, str]) -> tuple[Script, Script]:
+    """The scripts of A and of B; a single line is for both.
+
+    Raises
+    ------
+    Refusal
+        If there are more than two lines, or if one names no script.
+    """
+    if len(lines) > 2:
+        raise Refusal(f"--reenact is given once for both runs or twice, for A and for B, not {len(lines)} times", 2)
+    return Script.of(lines[0], runs[0]), Script.of(lines[-1], runs[1])
+
+
+def steps_around(step: int) -> tuple[int, int]:
+    """The steps to run again, as (start, stop): the first step that differs, and the one before it.
+
+    Examples
+    --------
+    >>> steps_around(9), steps_around(0)
+    ((8, 10), (0, 1))
+    """
+    return max(step - 1, 0), step + 1
+
+
+def run_again(
+    runs: tuple[str, str], scripts: tuple[Script, Script], steps: tuple[int, int], *, overwrite: bool
+) -> tuple[Again, Again]:
+    """Run steps of A and B again, one after the other, and record everything about them beside the runs.
+
+    Parameters
+    ----------
+    runs : pair of str
+        The traces.
+    scripts : pair of Script
+    steps : (int, int)
+    overwrite : bool
+        Whether existing traces are replaced.
+
+    Raises
+    ------
+    Refusal
+        If a trace exists and `overwrite` is false, or if steps cannot be run again.
+    """
+    outs = [trace_of_steps(run, steps) for run in runs]
+    if outs[0] == outs[1]:
+        raise Refusal(f"{runs[0]} and {runs[1]} would both be run again into {outs[0]}: give one another name", 2)
+    for out in outs:
+        check_new(out, TRACE_SUFFIXES, overwrite)
+    both = zip(runs, scripts, outs, "AB", strict=True)
+    one, other = (of_a_run(run, script, steps, out, name, overwrite=overwrite) for run, script, out, name in both)
+    return one, other
+
+
+def runs_as_json(steps: tuple[int, int], again: tuple[Again, Again], found: Difference) -> dict[str, Any]:
+    """The result of running A and B again, in JSON values."""
+    one, other = (each.as_json() for each in again)
+    return {"steps": list(steps), "one": one, "other": other, "difference": found.as_json()}
+
 
 _ROWS = 20
 """How many streams are printed, at most."""
@@ -81,7 +141,7 @@ def diff(
     complete: bool,
     reenact: tuple[str, ...],
     overwrite: bool,
-    filters: Filters,
+    filters: MessageFilters,
     as_json: bool,
 ) -> None:
     """Say where two runs first part: at which step, in which module and kind, and by how much.
@@ -94,7 +154,7 @@ def diff(
     """
     from analyze.comparing.diff import diff as compare
 
-    scripts = bisecting.scripts_of(reenact, (a, b)) if reenact else None
+    scripts = scripts_of(reenact, (a, b)) if reenact else None
 
     with tracer.open(a) as reader:
         filters.check(reader, companions=True)
@@ -120,11 +180,11 @@ def diff(
     if scripts is not None and found.first is None:
         say("no step is run again, because the runs do not part")
     elif scripts is not None and found.first is not None:
-        steps = bisecting.steps_around(found.first.step)
-        both = bisecting.run_again((a, b), scripts, steps, overwrite=overwrite)
+        steps = steps_around(found.first.step)
+        both = run_again((a, b), scripts, steps, overwrite=overwrite)
         traces = [one.trace for one in both]
         whole = compare(*traces, rtol=rtol, atol=atol, rename=rename, align=align, steps=steps)
-        again = {"reenacted": bisecting.as_json(steps, both, whole)}
+        again = {"reenacted": runs_as_json(steps, both, whole)}
         if not all(one.usable for one in both):
             conclude(DIFFERENT)
         if not as_json:
@@ -189,14 +249,14 @@ def _print_streams(streams: Sequence[StreamDifference]) -> None:
         return
     click.echo("\nStreams that differ, the first to part first:")
     rows: list[list[Any]] = []
-    for one in streams[:_ROWS]:
-        name, most = one.name, one.largest
+    for stream in streams[:_ROWS]:
+        name, most = stream.name, stream.largest
         rows.append(
             [
-                "" if one.first is None else one.first.step,
+                "" if stream.first is None else stream.first.step,
                 name.kind, path_in_model(name.module, name.leaf), name.tag, name.rank,
-                f"{one.parted:,} of {one.compared:,}",
-                "" if one.first is None else one.first.amount.far,
+                f"{stream.parted:,} of {stream.compared:,}",
+                "" if stream.first is None else stream.first.amount.far,
                 "shape" if most.amount.shapes else most.amount.far,
                 "shape" if most.amount.shapes else "" if most.amount.by != "data" else f"{most.amount.largest:.2g}",
                 most.step,

@@ -9,9 +9,8 @@ import click
 import tracer
 from tracer.errors import TraceLostError
 from tracereel import options
-from tracereel.command import Command, conclude
-from tracereel.errors import DAMAGED, FAILED
-from tracereel.options import Filters
+from tracereel.command import DAMAGED, FAILED, Command, conclude
+from tracereel.options import MessageFilters
 from tracereel.printing import complain, print_json, print_table, progress, size, span, tell
 
 if TYPE_CHECKING:
@@ -99,8 +98,15 @@ def _print_loss(loss: Loss, dst: str) -> None:
         complain(problem)
     if loss.streams:
         rows = [
-            (one.kind, one.module if one.module != "" else "(root)", one.tag, one.saved, one.lost, span(one.steps))
-            for one in loss.streams
+            (
+                stream.kind,
+                stream.module if stream.module != "" else "(root)",
+                stream.tag,
+                stream.saved,
+                stream.lost,
+                span(stream.steps),
+            )
+            for stream in loss.streams
         ]
         columns = ("kind", "module", "tag", "saved", "lost", "steps lost")
         print_table(columns, rows, right=("saved", "lost"), names=("module", "tag"), group="kind")
@@ -119,7 +125,7 @@ def _print_loss(loss: Loss, dst: str) -> None:
 @options.compression
 @options.as_json
 def convert(
-    src: str, dst: str, filters: Filters, chunk_bytes: int, compression: tuple[str, ...], as_json: bool
+    src: str, dst: str, filters: MessageFilters, chunk_bytes: int, compression: tuple[str, ...], as_json: bool
 ) -> None:
     """Copy a trace, or a part of it, into another format, chunks or compression; the suffix of DST chooses the format.
 

@@ -20,8 +20,8 @@ from tracer.recording.reenacting.recorded import recorded_run
 from tracer.recording.reenacting.reenact import plan_of
 from tracer.replaying.plan import Plan
 from tracer.trace.streams import StreamInfo
-from tracereel.again import RECORDED, Script, found_again, recorded_again, trace_of_steps
-from tracereel.errors import Failure
+from tracereel.command import Refusal
+from tracereel.programs import RECORDED, Script, found_again, recorded_again, trace_of_steps
 
 FOLDER = "reenacted"
 """The subfolder of a batch for the traces of steps that were run again."""
@@ -56,7 +56,7 @@ class StepsAgain:
 
     Raises
     ------
-    Failure
+    Refusal
         If the line names no script.
     """
 
@@ -92,7 +92,7 @@ class StepsAgain:
             if self.only_plan:
                 return self._plan(trace, out)
             found = recorded_again(trace, script, self._steps, out=out)
-        except Failure as failure:
+        except Refusal as failure:
             raise CaptureError(failure.message) from failure
         if not found.usable:
             raise CaptureError(f"{found}; they are in {found.trace}")
@@ -115,7 +115,7 @@ class StepsAgain:
         # planned together, because a metric may take the answers of another
         if tracer.plan(reader, *map(registry.parse, self.specs), rank=rank, **self.filters).missing:
             return False
-        kept = _Kept.of(reader, self._steps)
+        kept = _KeptSteps.of(reader, self._steps)
         plans = (tracer.plan(reader, registry.parse(spec), rank=rank, **self.filters) for spec in self.specs)
         return all(kept.has_all_of(plan) for plan in plans)
 
@@ -130,7 +130,7 @@ class StepsAgain:
         return None
 
 
-class _Kept(NamedTuple):
+class _KeptSteps(NamedTuple):
     """Which steps of an interval are recorded, for a rank of a trace.
 
     Attributes
@@ -148,7 +148,7 @@ class _Kept(NamedTuple):
     by_place: Mapping[tuple[Any, ...], set[int]]
 
     @classmethod
-    def of(cls, reader: tracer.TraceReader, steps: tuple[int, int]) -> _Kept:
+    def of(cls, reader: tracer.TraceReader, steps: tuple[int, int]) -> _KeptSteps:
         """Find them in the journal of a rank, without reading data."""
         window = reader.within(*steps)
         rows = window.journal[window.select(steps=steps)][:, [Column.STREAM, Column.GLOBAL_STEP]]
@@ -168,11 +168,11 @@ class _Kept(NamedTuple):
         """
         places: dict[tuple[Any, ...], set[int]] = defaultdict(set)
         kinds: dict[str, set[int]] = defaultdict(set)
-        for one in plan.streams:
-            steps = self.by_stream.get(one.id, set())
-            places[_place(one)] |= steps
-            if one.tag == DEFAULT_TAG and clock_of(one.kind) == "global_step":
-                kinds[kept_of(one.kind)[0]] |= steps
+        for stream in plan.streams:
+            steps = self.by_stream.get(stream.id, set())
+            places[_place(stream)] |= steps
+            if stream.tag == DEFAULT_TAG and clock_of(stream.kind) == "global_step":
+                kinds[kept_of(stream.kind)[0]] |= steps
         return (
             all(steps >= self.by_place.get(place, set()) for place, steps in places.items())
             and all(steps >= self.trained for steps in kinds.values())

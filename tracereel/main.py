@@ -17,7 +17,7 @@ if (_why := hidden("tracer")) is not None:  # before anything imports it
     sys.exit(2)
 
 import tracer
-from tracereel.errors import debug_option, need_analyze
+from tracereel.command import debug_option, need_analyze
 
 HOMES: Mapping[str, str] = {
     "batch": "tracereel.batching:batch",
@@ -25,7 +25,7 @@ HOMES: Mapping[str, str] = {
     "cat": "tracereel.showing:cat",
     "check": "tracereel.seeing:check",
     "convert": "tracereel.keeping:convert",
-    "demo": "tracereel.demo:demo",
+    "demo": "tracereel.reporting:demo",
     "diff": "tracereel.comparing:diff",
     "info": "tracereel.showing:info",
     "ls": "tracereel.showing:list_streams",

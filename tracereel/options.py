@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -9,7 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from tracer.errors import CaptureError, UnknownNameError
-from tracer.recording.environment import seconds_of, share_of, size_of
+from tracer.recording import checks
+from tracer.recording.checks import OneOf, Size, Whole, seconds_of, share_of, size_of
 
 if TYPE_CHECKING:
     from tracer.trace.reader import TraceReader
@@ -116,6 +118,42 @@ def one_of(name: str, *values: str, **attributes: Any) -> Decorator:
     return click.option(name, type=click.Choice(values), default=values[0], show_default=True, **attributes)
 
 
+def declared(owner: Any, *names: str, prefix: str = "") -> Decorator:
+    """Options for some fields of a dataclass of options, which have their checks, defaults and help.
+
+    Parameters
+    ----------
+    owner : dataclass
+        Its fields are declared with `tracer.recording.checks.option`.
+    *names : str
+        The fields.
+    prefix : str
+        Stands before the name of each field.
+    """
+    by_name = {one.name: one for one in dataclasses.fields(owner)}
+    return together(*(_for_field(by_name[name], f"--{prefix}{name}".replace("_", "-")) for name in names))
+
+
+def _for_field(declaration: dataclasses.Field[Any], name: str) -> Decorator:
+    check, default = declaration.metadata["check"], declaration.default
+    shown: dict[str, Any] = {"help": declaration.metadata["help_text"]}
+    if default not in (None, False):
+        shown |= {"default": default, "show_default": True}
+    match check:
+        case None:
+            return flag(name, **shown)
+        case Whole():
+            return number(name, least=check.least, **shown)
+        case OneOf():
+            return click.option(name, type=click.Choice(check.words), **shown)
+        case Size():
+            return size(name, least=check.least, **shown)
+        case checks.from_zero:
+            return click.option(name, type=click.FloatRange(min=0), metavar="S", **shown)
+        case _:
+            return {checks.share: share, checks.seconds: seconds}[check](name, **shown)
+
+
 def several(*names: str, **attributes: Any) -> Decorator:
     """An option that may be repeated."""
     return click.option(*names, multiple=True, **attributes)
@@ -176,7 +214,7 @@ def gather(**values: Any) -> Decorator:
     return decorate
 
 
-class Filters(NamedTuple):
+class MessageFilters(NamedTuple):
     """Which messages of a trace a command reads. An empty field restricts nothing."""
 
     kinds: tuple[str, ...] = ()
@@ -256,9 +294,9 @@ _RANKS = several(
     "--rank", "ranks", type=click.IntRange(min=0), metavar="N",
     help="Only this rank of a distributed run; may be repeated.",
 )  # fmt: skip
-filters = together(*_WHAT, _RANKS, gather(filters=Filters))
-"""The options of `Filters`, as the argument `filters`."""
-filters_of_all_ranks = together(*_WHAT, gather(filters=Filters))
+filters = together(*_WHAT, _RANKS, gather(filters=MessageFilters))
+"""The options of `MessageFilters`, as the argument `filters`."""
+filters_of_all_ranks = together(*_WHAT, gather(filters=MessageFilters))
 """As `filters`, without ``--rank``."""
-steps_and_ranks = together(_STEPS, _RANKS, gather(filters=Filters))
+steps_and_ranks = together(_STEPS, _RANKS, gather(filters=MessageFilters))
 """As `filters`, with nothing but ``--steps`` and ``--rank``."""

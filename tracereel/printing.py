@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 
 from tracer.shown import finite, in_json, printable
-from tracereel.errors import as_typed, harmless
+from tracereel.command import as_typed, harmless
 
 if TYPE_CHECKING:
     from analyze.tables.layout import TextTable
-    from analyze.tables.results_table import ResultsTable
+    from analyze.tables.series import ResultsTable
     from tracer.trace.reader import TraceReader
     from tracer.trace.streams import StreamInfo
 

@@ -17,22 +17,22 @@ from click.core import ParameterSource
 import tracer
 from tracer.errors import CaptureError, UnknownNameError
 from tracer.messaging.messages import DEFAULT_TAG
+from tracer.recording.options import DISABLE, NAMES, WHEN, Flight, Options, bounds_or, disabled
 from tracer.shown import printable
 from tracereel import options
-from tracereel.checks import check_new_trace
-from tracereel.errors import FOUND, WRONG_USAGE, Failure, debugging, need_analyze, wrong_usage
+from tracereel.command import FOUND, WRONG_USAGE, Refusal, debugging, need_analyze, wrong_usage
+from tracereel.outputs import check_new_trace
 from tracereel.printing import few_shapes, path_in_model, print_json, print_table, say, size, steps_in_short
 from tracereel.programs import MAIN, OPTIONS, ProgramCommand, module_option, program_argument, program_of, title_of
 
 if TYPE_CHECKING:
-    from analyze.seeing.watch import Watch
+    from analyze.seeing.check import Watch
     from tracer.messaging.receiver import Receiver
     from tracer.observing.capture import Capture
-    from tracer.recording.flight import Flight
     from tracer.recording.launching.program import Program
-    from tracer.recording.options import Options
-    from tracer.recording.pacing.first_step import Outlook
-    from tracer.recording.run import Run
+    from tracer.recording.options import Flight, Options
+    from tracer.recording.pacer import Outlook
+    from tracer.recording.recording import Run
     from tracer.stores.locations import Location
     from tracer.trace.certificate import Certificate
     from tracer.trace.streams import StreamInfo
@@ -74,10 +74,10 @@ def _wrong_settings() -> Iterator[None]:
         yield
     except (CaptureError, UnknownNameError) as error:
         ctx = click.get_current_context()
-        variables = [name for one in ctx.command.params if (name := _variable(ctx, one)) is not None]
+        variables = [name for param in ctx.command.params if (name := _variable(ctx, param)) is not None]
         if debugging() or not variables:
             raise
-        raise Failure(f"{error} (the environment gives {', '.join(variables)})", WRONG_USAGE) from error
+        raise Refusal(f"{error} (the environment gives {', '.join(variables)})", WRONG_USAGE) from error
 
 
 # -- options as values --------------------------------------------------------------------------------------------
@@ -101,8 +101,6 @@ class FlightOptions(NamedTuple):
                 option = f"--{given[0].replace('_', '-')}"
                 raise click.UsageError(f"{option} is about the flight recorder: give --flight with it")
             return None
-        from tracer.recording.flight import NAMES, WHEN, Flight
-
         rules = [one for one in self.flight_when if one not in NAMES]
         names = [one for one in self.flight_when if one in NAMES]
         when: list[str | Receiver] = [*(names if self.flight_when else WHEN)]
@@ -172,38 +170,11 @@ _CAPTURE = ("kinds", "modules", "every", "burst", "start", "stop", "rows", "posi
     "what is recorded]",
 )
 @click.option("--config", metavar="FILE", help="Settings of tracer.Capture as TOML or JSON; options here win.")
-@options.size(
-    "--queue-bytes", default="256MiB", show_default=True, help="How much data may wait for the thread that writes."
-)
-@options.one_of(
-    "--on-full", "wait", "drop", help="When so much waits: let the training wait, or drop messages and count them."
-)
-@options.number(
-    "--commit-steps",
-    help="Make what was recorded safe against kill -9 every N steps.  [default: by time and size only]",
-)
-@click.option(
-    "--commit-seconds",
-    type=click.FloatRange(min=0),
-    metavar="S",
-    default=2.0,
-    show_default=True,
-    help="And after S seconds at the latest.",
-)
-@options.flag("--durable", help="Safe against a power failure too (fsync).  [default: no]")
-@options.flag(
-    "--strict",
-    help="End the training if it can no longer be recorded, and exit with 1 if nothing of one was.  [default: go on]",
-)
+@options.declared(Options, "queue_bytes", "on_full", "commit_steps", "commit_seconds", "durable", "strict")
 @module_option
 @options.compression
 @options.overwrite
-@options.flag("--resume", help="Go on with the trace, if there is one, after a restart.")
-@options.number(
-    "--first-step",
-    least=0,
-    help="With --resume: the step that the checkpoint goes on with.  [default: as the optimizer counted]",
-)
+@options.declared(Options, "resume", "first_step")
 @click.option(
     "--stop-on",
     type=click.Choice(["note", "warning", "error"]),
@@ -214,53 +185,13 @@ _CAPTURE = ("kinds", "modules", "every", "burst", "start", "stop", "rows", "posi
     "--rule", "rules", metavar="NAME[:key=value,...]",
     help="With --stop-on: judge by this rule only; may be repeated. See trace rules.",
 )  # fmt: skip
-@options.one_of(
-    *("--replicated", "once", "every"),
-    help="Of several ranks: record weights that they hold alike by one of them, or by each.",
-)
-@options.share(
-    "--max-overhead",
-    help="The share of the training's CPU time that recording may take, such as 3%: tensors, statistics and hashes, "
-    "and then keyframes, are recorded as often as that allows.  [default: with the profile standard 5%]",
-)
-@options.seconds(
-    "--overhead-credit",
-    help="CPU time that recording may take before --max-overhead holds, such as 30s.  [default: with the profile "
-    "standard 5s, unless --max-overhead is given]",
-)
-@options.size(
-    "--max-bytes",
-    help="Bound of the trace, such as 500MB or 2GiB, before compression, all ranks and attempts together: as it is "
-    "used up, what is recorded becomes rarer.",
-)
-@options.size(
-    "--stop-at-bytes",
-    help="As --max-bytes, but nothing becomes rarer, and the first step that does not fit as a whole ends the "
-    "recording; the script goes on.",
-)
-@options.size(
-    "--min-free-disk",
-    least=0,
-    help="End the recording where less of the disk is free; the script goes on.  [default: 1GiB, or 2 % of the file "
-    "system if that is less]",
+@options.declared(
+    *(Options, "replicated", "max_overhead", "overhead_credit", "max_bytes", "stop_at_bytes", "min_free_disk")
 )
 @options.flag(
-    "--flight",
-    "with_flight",
-    help="Also hold the last steps in full in memory, and write them when something happens.",
+    "--flight", "with_flight", help="Also hold the last steps in full in memory, and write them when something happens."
 )
-@options.number(
-    "--flight-before", least=0, default=8, show_default=True, help="With --flight: steps before that one to write."
-)
-@options.number(
-    "--flight-after", least=0, default=4, show_default=True, help="With --flight: steps after that one to write."
-)
-@options.size(
-    "--flight-bytes",
-    default="1GiB",
-    show_default=True,
-    help="With --flight: how much may be held. The oldest steps leave first.",
-)
+@options.declared(Flight, "before", "after", "bytes", prefix="flight_")
 @options.several(
     "--flight-when", metavar="NAME",
     help="With --flight: write when this happens: non_finite, loss, norm, exception, signal (SIGUSR1), or a rule finds "
@@ -344,8 +275,6 @@ def record(
     given["flight"] = recorder.flight()
     _become_launcher(program, module, rehearsals)
     script = program_of(program, module)
-    from tracer.recording.environment import bounds_or, disabled
-
     off = disabled()
     given["max_bytes"], given["stop_at_bytes"] = bounds_or(given["max_bytes"], given["stop_at_bytes"])
     if off and not rehearsals.only_dry_run:
@@ -358,7 +287,6 @@ def record(
     with _wrong_settings():
         from tracer.observing.probes import ProbePlan
         from tracer.recording.launching.script import captures_of
-        from tracer.recording.options import Options
         from tracer.trace.compression import Compression
 
         captures = captures_of(settings)
@@ -418,7 +346,7 @@ def _watch(stop_on: str | None, rules: tuple[str, ...], rehearsals: Rehearsals) 
     if rehearsals.only_dry_run:
         raise click.UsageError("--dry-run trains nothing that could be stopped: give --dry-run or --stop-on")
     need_analyze()
-    from analyze.seeing.watch import Watch
+    from analyze.seeing.check import Watch
 
     with wrong_usage():
         return Watch(rules or None, stop_on=stop_on)
@@ -426,20 +354,19 @@ def _watch(stop_on: str | None, rules: tuple[str, ...], rehearsals: Rehearsals) 
 
 def _become_launcher(program: tuple[str, ...], module: str | None, rehearsals: Rehearsals) -> None:
     """If the program is torchrun or accelerate, replace this process by it; otherwise return."""
-    from tracer.recording.launching import launchers
+    from tracer.recording.launching.program import become, launcher_of
 
-    launcher = launchers.launcher_of(program, module)
+    launcher = launcher_of(program, module)
     if launcher is None:
         return
     if rehearsals.only_dry_run or rehearsals.certify_steps is not None:
         option = "--dry-run" if rehearsals.only_dry_run else "--certify"
         raise click.UsageError(f"{option} runs a script of one process: give it without {launcher.name}")
     before = click.get_current_context().meta.get(OPTIONS, [])
-    launchers.become(launcher, ["record", *before], program=MAIN)
+    become(launcher, ["record", *before], program=MAIN)
 
 
 def _run_unwatched(program: Program) -> NoReturn:
-    from tracer.recording.environment import DISABLE
     from tracer.recording.launching.script import unwatched
 
     say(f"{DISABLE} is set: the script runs without being recorded")
@@ -476,18 +403,18 @@ def _read_config(path: str) -> list[dict[str, Any]]:
 
     file = Path(path)
     if not file.is_file():
-        raise Failure(f"{path} is not a file, so it configures nothing")
+        raise Refusal(f"{path} is not a file, so it configures nothing")
     if file.suffix.lower() not in (".toml", ".json"):
-        raise Failure(f"{path}: a configuration is a .toml or .json file", WRONG_USAGE)
+        raise Refusal(f"{path}: a configuration is a .toml or .json file", WRONG_USAGE)
     try:
         text = file.read_text(encoding="utf-8")
         content = tomllib.loads(text) if file.suffix.lower() == ".toml" else json.loads(text)
     except ValueError as error:
-        raise Failure(f"{path} cannot be read as {file.suffix[1:].upper()}: {error}", WRONG_USAGE) from error
+        raise Refusal(f"{path} cannot be read as {file.suffix[1:].upper()}: {error}", WRONG_USAGE) from error
     captures = content.get("capture", content) if isinstance(content, dict) else content
     captures = [captures] if isinstance(captures, dict) else captures
-    if not (isinstance(captures, list) and captures and all(isinstance(one, dict) for one in captures)):
-        raise Failure(f"{path} must hold the settings of a capture, or a list of them called capture", WRONG_USAGE)
+    if not (isinstance(captures, list) and captures and all(isinstance(capture, dict) for capture in captures)):
+        raise Refusal(f"{path} must hold the settings of a capture, or a list of them called capture", WRONG_USAGE)
     return captures
 
 
@@ -504,12 +431,12 @@ def _certificate(
     certificate = certify_script(program, settings, chosen, rehearsals.certify_steps)
     say(f"{'' if certificate.identical else 'Warning: '}certificate: {certificate}")
     if rehearsals.require_identical and not certificate.identical:
-        raise Failure("the script is not run, because --require-identical was given")
+        raise Refusal("the script is not run, because --require-identical was given")
     return certificate
 
 
 def _dry_run(program: Program, settings: Sequence[Mapping[str, Any]], chosen: Options, rehearsals: Rehearsals) -> None:
-    from tracer.recording.certifying.dry_run import dry_run
+    from tracer.recording.certifying.rehearsal import dry_run
 
     facts = dry_run(program, settings, chosen, run_steps=rehearsals.run_steps)
     if rehearsals.as_json:
@@ -522,9 +449,9 @@ def _dry_run(program: Program, settings: Sequence[Mapping[str, Any]], chosen: Op
 def _print_settings(settings: Sequence[Mapping[str, Any]]) -> None:
     """Print the captures as TOML for --config. JSON texts, numbers and lists are TOML, too."""
     click.echo("\nas a file for --config:")
-    for one in settings:
+    for setting in settings:
         click.echo("\n[[capture]]")
-        for name, value in one.items():
+        for name, value in setting.items():
             click.echo(f"{name} = {json.dumps(value)}")
 
 
@@ -533,7 +460,7 @@ _CLOCKS = {"epoch": "every epoch", "aside": "as in the first steps"}
 
 
 def _print_dry_run(facts: Mapping[str, Any]) -> None:
-    """Print the result of `tracer.recording.certifying.dry_run.dry_run`."""
+    """Print the result of `tracer.recording.certifying.rehearsal.dry_run`."""
     rows = [
         (
             *(stream["kind"], path_in_model(stream["module"], stream["leaf"]), stream["tag"], stream["dtype"]),
@@ -615,7 +542,7 @@ def _what(profile: str | None, captures: Sequence[Capture]) -> str:
         return f"the profile {profile}"
     kinds = list(dict.fromkeys(kind for one in captures for kind in one.kinds or ()))
     few = ", ".join(kinds) if len(kinds) <= 3 else f"{len(kinds)} kinds of messages"
-    every = {one.every for one in captures}
+    every = {capture.every for capture in captures}
     return few if every == {1} else f"{few}, of some of the steps"
 
 
@@ -651,7 +578,7 @@ def _say_what_was_recorded(path: Location, called: str) -> None:
     # other ranks may still be recording their parts
     with tracer.open(path, ranks=None if process.size == 1 else [process.rank]) as reader:
         info = reader.info
-        layers = max((one.count for one in reader.streams if _is_of_layers(one)), default=None)
+        layers = max((stream.count for stream in reader.streams if _is_of_layers(stream)), default=None)
         spent = next((note["overhead"] for note in reversed(reader.notes) if "overhead" in note), None)
     span = info["steps"]
     steps = 0 if span is None else span[1] - span[0] + 1

@@ -10,19 +10,24 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tracereel import options
-from tracereel.again import trace_of_steps
-from tracereel.asking import Outputs
-from tracereel.checks import check_new_trace
-from tracereel.command import conclude
-from tracereel.errors import DIFFERENT, FAILED, UNVERIFIED, WRONG_USAGE, Failure, wrong_usage
+from tracereel.command import DIFFERENT, FAILED, UNVERIFIED, WRONG_USAGE, Refusal, conclude, wrong_usage
 from tracereel.options import Steps
+from tracereel.outputs import Outputs, check_new_trace
 from tracereel.printing import print_json, say, show, tell
-from tracereel.programs import MAIN, OPTIONS, ProgramCommand, module_option, program_argument, program_of
+from tracereel.programs import (
+    MAIN,
+    OPTIONS,
+    ProgramCommand,
+    module_option,
+    program_argument,
+    program_of,
+    trace_of_steps,
+)
 
 if TYPE_CHECKING:
     from analyze.tables.results import Results
     from tracer.recording.launching.program import Program
-    from tracer.recording.reenacting.late_probes import LateProbe
+    from tracer.recording.reenacting.reenact import LateProbe
     from tracer.stores.locations import Location
 
 
@@ -65,7 +70,7 @@ class ReenactCommand(ProgramCommand):
 )
 @options.attempt(
     help="Of a run that was resumed: run the steps again as this attempt left them, counted from 0.  [default: the "
-    "last]",
+    "last]"
 )
 @click.option(
     "--out", metavar="PATH", type=click.Path(), help="Trace to make, .zarr or .h5.  [default: RUN.steps-A-B.zarr]"
@@ -141,7 +146,7 @@ def reenact(
             raise click.UsageError("--probe makes a trace, which trace replay asks; -s is for steps that are run again")
         called = out or f"{Path(run).with_suffix('')}.probes.zarr"
         target = check_new_trace(called, overwrite)
-        from tracer.recording.reenacting.late_probes import LateProbe
+        from tracer.recording.reenacting.reenact import LateProbe
 
         span = None if steps_again is None else steps_again[:2]
         given = LateProbe(_inputs(late_probe), None if probe_labels is None else _array(probe_labels), span, attempt)
@@ -163,8 +168,8 @@ def reenact(
 
     refused = [kind for kind in kinds if kind not in OF_STEPS]
     if refused:
-        raise Failure(f"steps that are run again have no {refused[0]}; they have {', '.join(OF_STEPS)}", WRONG_USAGE)
-    asked = _Asked(specs, Outputs(answers, None, overwrite), run, called)
+        raise Refusal(f"steps that are run again have no {refused[0]}; they have {', '.join(OF_STEPS)}", WRONG_USAGE)
+    asked = _AskedMetrics(specs, Outputs(answers, None, overwrite), run, called)
     verdict, status = reenact_script(
         run,
         script,
@@ -196,7 +201,7 @@ def reenact(
 _EXIT_CODES = {"identical": 0, "partial": UNVERIFIED, "different": DIFFERENT, "unfinished": FAILED}
 
 
-class _Asked:
+class _AskedMetrics:
     """Metrics that are computed while steps run again, and the output of their answers."""
 
     def __init__(self, specs: tuple[str, ...], outputs: Outputs, run: str, trace: str) -> None:
@@ -233,17 +238,16 @@ def _run_by_launcher(run: str, program: tuple[str, ...], module: str | None) -> 
 
     The launcher runs in this process, so that it gets the signals sent to the command.
     """
-    from tracer.recording.launching import launchers
+    from tracer.recording.launching.program import Program, arguments_for, launcher_of
 
-    launcher = launchers.launcher_of(program, module)
+    launcher = launcher_of(program, module)
     if launcher is None:
         return
-    from tracer.recording.launching.program import Program
     from tracer.recording.launching.script import unwatched
 
     ctx = click.get_current_context()
     command = ["reenact", run, *ctx.meta[OPTIONS]]
-    arguments = launchers.arguments_for(launcher, command, program=MAIN)
+    arguments = arguments_for(launcher, command, program=MAIN)
     with TemporaryDirectory(prefix="trace-") as folder:
         os.environ[_CODES] = folder
         status = unwatched(Program(script=launcher.module, arguments=arguments, module=True))
@@ -270,16 +274,10 @@ def _probe(
     overwrite: bool,
 ) -> None:
     from tracer.recording.options import Options
-    from tracer.recording.reenacting.late_probes import probe_script
+    from tracer.recording.reenacting.reenact import probe_script
 
     done = probe_script(
-        run,
-        script,
-        probe,
-        out=target,
-        kinds=kinds,
-        modules=modules or None,
-        options=Options(overwrite=overwrite),
+        run, script, probe, out=target, kinds=kinds, modules=modules or None, options=Options(overwrite=overwrite)
     )
     many = f"{len(done)} keyframes, of steps {done[0]:,} to {done[-1]:,}" if len(done) > 1 else f"step {done[0]:,}"
     tell(f"the inputs went through the weights of {many}")
@@ -291,18 +289,18 @@ def _inputs(named: str) -> Any:
     if not colon or not file.endswith(".py"):
         return _array(named)
     if not Path(file).is_file():
-        raise Failure(f"{file} is not a file, so it has no function that gives inputs")
+        raise Refusal(f"{file} is not a file, so it has no function that gives inputs")
     import runpy
 
     try:
         names = runpy.run_path(file)
         if not callable(names.get(function)):
-            raise Failure(f"{file} has no function {function!r} that gives the inputs of a probe", WRONG_USAGE)
+            raise Refusal(f"{file} has no function {function!r} that gives the inputs of a probe", WRONG_USAGE)
         return names[function]()
     except (Exception, SystemExit) as error:
-        if isinstance(error, Failure):
+        if isinstance(error, Refusal):
             raise
-        raise Failure(f"{named} gives no inputs: {type(error).__name__}: {error}") from error
+        raise Refusal(f"{named} gives no inputs: {type(error).__name__}: {error}") from error
 
 
 def _array(path: str) -> Any:
@@ -310,9 +308,9 @@ def _array(path: str) -> Any:
     import torch
 
     if not Path(path).is_file() or Path(path).suffix != ".npy":
-        raise Failure(f"{path}: inputs of a probe are a file .npy, or file.py:function", WRONG_USAGE)
+        raise Refusal(f"{path}: inputs of a probe are a file .npy, or file.py:function", WRONG_USAGE)
     try:
         with open(path, "rb") as file:
             return torch.from_numpy(np.lib.format.read_array(file, allow_pickle=False))
     except (ValueError, TypeError, OSError) as error:
-        raise Failure(f"{path} is no array of numbers: {error}", WRONG_USAGE) from error
+        raise Refusal(f"{path} is no array of numbers: {error}", WRONG_USAGE) from error

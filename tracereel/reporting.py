@@ -1,4 +1,4 @@
-"""``trace report`` and ``trace view``: a page about what went wrong in a run, as a file or served."""
+"""``trace report``, ``trace view`` and ``trace demo``: a page about what went wrong in a run, as a file or served."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from tempfile import NamedTemporaryFile
 import click
 
 from tracereel import options
-from tracereel.checks import check_apart, check_installed, check_new
-from tracereel.command import Command, conclude
-from tracereel.errors import DAMAGED, wrong_usage
-from tracereel.printing import complain, plain_warnings, print_json, say, tell
+from tracereel.command import DAMAGED, Command, conclude, wrong_usage
+from tracereel.outputs import check_apart, check_installed, check_new
+from tracereel.printing import complain, plain_warnings, print_json, print_table, say, tell
 
 _metrics = options.subscribers(required=False, help="Show this metric, too; may be repeated.")
 _others = click.argument("others", metavar="[OTHER]...", nargs=-1, type=click.Path(path_type=str))
@@ -112,7 +111,7 @@ def view(
     check_installed("bokeh", "report", "a view")
     with plain_warnings():
         from analyze.registry import instances
-        from analyze.seeing.viewing.server import view as serve
+        from analyze.seeing.server import view as serve
 
         with wrong_usage():
             metrics = instances(specs)
@@ -138,3 +137,34 @@ def _leading_to(address: str) -> Iterator[str]:
         file.write(f'<meta charset="utf-8"><meta http-equiv="refresh" content="0; url={html.escape(address)}">')
         file.flush()
         yield Path(file.name).as_uri()
+
+
+@click.command(cls=Command, examples=["trace demo --out demo-run --epochs 3"])
+@click.option(
+    "--out", metavar="DIR", type=click.Path(), default="demo-run", show_default=True, help="Where the files go."
+)
+@click.option("--epochs", type=click.IntRange(min=1), default=10, show_default=True)
+@click.option("--seed", type=int, default=0, show_default=True)
+@options.overwrite
+def demo(out: str, epochs: int, seed: int, overwrite: bool) -> None:
+    """Train a small network on real images, record it, replay it, show what it says.
+
+    The images are scikit-learn's handwritten digits, so nothing is downloaded. Takes less than a minute.
+    """
+    folder = Path(out)
+    for name in ("digits.zarr", "digits.png", "digits.html"):
+        check_new(str(folder / name), (Path(name).suffix,), overwrite)
+    with plain_warnings():
+        from analyze import demo as demonstration
+
+        shown = demonstration.run(folder, epochs=epochs, seed=seed, overwrite=overwrite, say=say)
+    for caption, columns, rows in shown.tables:
+        click.echo(f"\n{caption}")
+        right = [name for name in columns[1:] if name != "layer"]
+        print_table(columns, rows, right=right, names=("layer",), group=columns[0])
+    click.echo("\nThe files:")
+    for path, what in shown.files:
+        click.echo(f"  {path}  {what}")
+    click.echo("\nAsk it something else:")
+    for command in shown.commands:
+        click.echo(f"  {command}")

@@ -11,9 +11,8 @@ import click
 import tracer
 from tracer.errors import CaptureError, TracerError
 from tracereel import options
-from tracereel.command import Command, conclude
-from tracereel.errors import DAMAGED, FOUND, SOME_FAILED, Failure, debugging, wrong_usage
-from tracereel.options import Filters
+from tracereel.command import DAMAGED, FOUND, SOME_FAILED, Command, Refusal, conclude, debugging, wrong_usage
+from tracereel.options import MessageFilters
 from tracereel.printing import complain, note_problems, note_status, plain_warnings, print_json, print_table, tell
 from tracereel.showing import means_several
 
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from analyze.rules.finding import Finding
     from analyze.rules.rule import Rule
     from analyze.seeing.blame import Suspect
-    from analyze.seeing.findings import Checked
+    from analyze.seeing.check import Checked
 
 _OF_A_RULE = 3
 """How many findings of a rule are printed; the others are counted."""
@@ -48,7 +47,7 @@ _OF_A_RULE = 3
 )
 @options.as_json
 def check(
-    traces: tuple[str, ...], rules: tuple[str, ...], filters: Filters, fail_on: str | None, as_json: bool
+    traces: tuple[str, ...], rules: tuple[str, ...], filters: MessageFilters, fail_on: str | None, as_json: bool
 ) -> None:
     """Say what went wrong in a run, where and since when; of several, a line each.
 
@@ -84,7 +83,7 @@ def _conclude_found(found: Checked, fail_on: str | None) -> None:
             conclude(FOUND)
 
 
-def _check(trace: str, rules: list[Rule], filters: Filters) -> Checked:
+def _check(trace: str, rules: list[Rule], filters: MessageFilters) -> Checked:
     from analyze.seeing.check import check as check_trace
 
     with tracer.open(trace, ranks=filters.ranks or None) as reader, plain_warnings():
@@ -94,7 +93,7 @@ def _check(trace: str, rules: list[Rule], filters: Filters) -> Checked:
 
 
 def _check_several(
-    traces: tuple[str, ...], rules: list[Rule], filters: Filters, as_json: bool, fail_on: str | None
+    traces: tuple[str, ...], rules: list[Rule], filters: MessageFilters, as_json: bool, fail_on: str | None
 ) -> None:
     from analyze.batching.traces import find_traces
 
@@ -130,7 +129,7 @@ def _check_several(
 def _print(found: Checked, *, chosen: bool) -> None:
     """Print the verdict, the findings in order of time, and what each rule judged; `chosen`: the user named rules."""
     from analyze.rules.coverage import in_table
-    from analyze.seeing.words import TO_COMPARE
+    from analyze.seeing.check import TO_COMPARE
 
     tell(found.verdict)
     worst = found.worst
@@ -140,17 +139,17 @@ def _print(found: Checked, *, chosen: bool) -> None:
         columns = ("step", "severity", "rule", "where", "steps", "evidence")
         counts: Counter[str] = Counter()
         rows = []
-        for one in found.findings:
-            counts[one.rule] += 1
-            if counts[one.rule] <= _OF_A_RULE:
-                rows.append(_row(one))
+        for finding in found.findings:
+            counts[finding.rule] += 1
+            if counts[finding.rule] <= _OF_A_RULE:
+                rows.append(_row(finding))
         print_table(columns, rows, right=("step", "steps"), names=("where",), prose=("evidence",))
         for rule, count in counts.items():
             if count > _OF_A_RULE:
                 click.echo(f"and {count - _OF_A_RULE:,} more of {rule} (--json tells all)")
     if found.coverage:
         click.echo("\nwhat each rule judged, and it says nothing about the rest:")
-        parts, judged = in_table(found.coverage, (one.rule for one in found.findings))
+        parts, judged = in_table(found.coverage, (finding.rule for finding in found.findings))
         print_table(parts, judged, right=("findings",), prose=("not judged",))
     for name, why in found.unjudged.items():
         tell(f"could not judge: {name}: {why}")
@@ -186,7 +185,7 @@ def blame(trace: str, step: int | None, most: int, as_json: bool) -> None:
         except CaptureError as error:  # a step that was not recorded is no wrong usage: nobody can know it before
             if debugging():
                 raise
-            raise Failure(str(error)) from error
+            raise Refusal(str(error)) from error
     if as_json:
         print_json(found.as_json())
         return
@@ -197,9 +196,10 @@ def blame(trace: str, step: int | None, most: int, as_json: bool) -> None:
         click.echo()
         columns = ["step", "position in batch", "label", "gradient norm", "typical", "input / usual"]
         rows: list[list[Any]] = [
-            [one.step, one.position, one.label, *_gradient(one), _size(one)] for one in found.suspects
+            [suspect.step, suspect.position, suspect.label, *_gradient(suspect), _size(suspect)]
+            for suspect in found.suspects
         ]
-        if any(one.sample is not None for one in found.suspects):
+        if any(suspect.sample is not None for suspect in found.suspects):
             columns.insert(2, "sample id")
             for row, one in zip(rows, found.suspects, strict=True):
                 row.insert(2, one.sample)

@@ -15,12 +15,10 @@ from tracer.errors import TracerError
 from tracer.secrets import masked
 from tracer.shown import printable
 from tracereel import options
-from tracereel.checks import TRACE_SUFFIXES
-from tracereel.command import Command, conclude
-from tracereel.errors import SOME_FAILED, as_typed
-from tracereel.facts import message_facts, message_line, stream_facts
-from tracereel.options import Filters
-from tracereel.overview import overview
+from tracereel.command import SOME_FAILED, Command, as_typed, conclude
+from tracereel.facts import message_facts, message_line, overview, stream_facts
+from tracereel.options import MessageFilters
+from tracereel.outputs import TRACE_SUFFIXES
 from tracereel.printing import complain, few_shapes, note_problems, print_json, print_table, size, span, where
 
 if TYPE_CHECKING:
@@ -99,7 +97,7 @@ def _info_of_several(traces: Sequence[str], as_json: bool) -> None:
 @options.path("trace")
 @options.filters
 @options.as_json
-def list_streams(trace: str, filters: Filters, as_json: bool) -> None:
+def list_streams(trace: str, filters: MessageFilters, as_json: bool) -> None:
     """List the streams of a trace, one a row."""
     with tracer.open(trace) as reader:
         streams = filters.streams(reader)
@@ -139,7 +137,7 @@ def _values(reader: tracer.TraceReader, chosen: list[int], steps: Steps | None) 
 @click.option("--limit", type=click.IntRange(0, sys.maxsize), metavar="N", help="Stop after N messages.")
 @options.number("--values", least=0, default=0, help="Show the first N elements too.")
 @options.as_json
-def cat(trace: str, filters: Filters, limit: int | None, values: int, as_json: bool) -> None:
+def cat(trace: str, filters: MessageFilters, limit: int | None, values: int, as_json: bool) -> None:
     """Print the messages of a trace, one a line, in the order in which they were recorded.
 
     With --json each line is an object.

@@ -14,23 +14,23 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 from analyze.batching.batch_plan import BatchPlan, Progress, Replacement, plan_batch
-from analyze.batching.batch_results import BatchResults
-from analyze.batching.choosing import engine
-from analyze.batching.cutting import PART_BYTES
 from analyze.batching.engines import Engine
 from analyze.batching.folder import Folder, folder_at
 from analyze.batching.manifest import conclude
-from analyze.batching.part_files import remove_spoiled
+from analyze.batching.part_files import RUN_COLUMNS, PartFiles, remove_spoiled
+from analyze.batching.planning import PART_BYTES
 from analyze.batching.units import Pairs
-from analyze.batching.work import Work
-from analyze.metrics.checks import is_whole
-from analyze.tables.writing import PathLike, not_installed
+from analyze.batching.work import Work, engine_of, is_for_here
+from analyze.metrics.inputs import is_whole
+from analyze.tables.results import Results
+from analyze.tables.writing import PathLike, arrow_schema, new_file, not_installed, pandas
 from tracer.errors import CaptureError
 from tracer.stores.locations import Anywhere
 from tracer.trace.selection import Steps
@@ -76,8 +76,8 @@ def batch(
         trace), at the steps that both have, as `analyze.compare` does. The column ``trace`` is then ``one|other``.
     workers : int, optional
         Processes of this machine (or jobs of SLURM). 0 computes in this process, where a subscriber that crashes ends
-        the batch. The default is one process per processor. Small work by metrics of this project, which takes less
-        time than starting processes, is then computed in this process, with bitwise the same answers.
+        the batch. The default is one process per processor; metrics of this project first compute small parts of local
+        traces in this process, with bitwise the same answers, for about as long as starting processes takes.
     scheduler : str or cluster, optional
         Compute on Dask instead: the address of a scheduler (``tcp://host:8786``), a cluster object, or ``"local"``.
     slurm : mapping, optional
@@ -89,7 +89,7 @@ def batch(
     force : bool
         Compute everything anew.
     memory : int, optional
-        The most bytes of memory of a worker: a worker that exceeds it is killed, and its part becomes a failure.
+        The most bytes of memory that a worker of this machine may allocate; a part that needs more becomes a failure.
     part_bytes : int
         The most bytes that a part reads, where the work can be cut. A different number makes different parts, so that
         stored answers may not be reused.
@@ -134,7 +134,9 @@ def batch(
         remove_spoiled(folder, [unit.id for unit in planned.spoiled])
         work = Work(planned, folder, say, force)
         say({"event": "planned", **planned.counts})
-        _compute(planned, work, folder, lambda: engine(planned, workers, scheduler, slurm, memory))
+        here_first = (workers, scheduler, slurm, memory) == (None, None, None, None)
+        start = partial(engine_of, planned, workers, scheduler, slurm, memory)
+        _compute(planned, work, folder, start, here_first=here_first)
         results = BatchResults(str(folder), planned, work, time.monotonic() - began)
     if table is not None:
         results.to_parquet(table, overwrite=True)
@@ -163,13 +165,115 @@ def _check(
         )
 
 
-def _compute(planned: BatchPlan, work: Work, folder: Folder, start: Callable[[], Engine]) -> None:
+def _compute(planned: BatchPlan, work: Work, folder: Folder, start: Callable[[], Engine], *, here_first: bool) -> None:
     """Compute the tasks; write the failures and the manifest at the end, even if the work is interrupted."""
     state = "interrupted"
     try:
-        if planned.tasks:
-            with contextlib.closing(start()) as started:
-                work.run(started)
+        if here_first and work.left and is_for_here(planned):
+            work.run_here()
+        if work.left:
+            with contextlib.closing(start()) as engine:
+                work.run(engine)
         state = "finished" if not work.failures else "incomplete"
     finally:
         conclude(folder, planned, work, state)
+
+
+@final
+class BatchResults(Results):
+    """The answers of a batch: `Results` that are read from its folder on demand.
+
+    Rows, columns and messages are those of the replays of all traces, in their order. Iteration, `messages`,
+    `to_csv`, `to_jsonl` and `to_parquet` hold the answers of one unit in memory at a time; all other methods of
+    `Results` read all answers and keep them in memory. `tables`, `to_arrow`, `to_pandas` and `to_parquet` have more
+    columns than `Results`.
+
+    Parameters
+    ----------
+    out : str
+        The folder.
+    planned : BatchPlan
+    work : Work
+        The work on the plan, once it is done.
+    seconds : float
+        How long the batch took.
+
+    Attributes
+    ----------
+    units : list of Unit
+        All units of the plan, in the order of the traces, subscribers and ranks.
+    failures : list of UnitFailure
+        What could not be answered, and why.
+    computed, cached : int
+        How many units were computed now, and how many by earlier batches.
+    notes : list of str
+        Sentences about incomplete traces: a run that did not finish, or missing parts of a trace. The answers are about
+        the part of the trace that exists. Also sentences about damaged files of earlier batches.
+    """
+
+    def __init__(self, out: str, planned: BatchPlan, work: Work, seconds: float) -> None:
+        complete = {unit.id for unit in planned.cached} | work.complete
+        self._parts = PartFiles(out, planned.units, complete)
+        super().__init__(self._parts)
+        self.out, self.seconds = out, seconds
+        self.units, self.notes, self.cached = planned.units, planned.notes, len(planned.cached)
+        self.failures, self.computed = work.failures, work.computed
+
+    @property
+    def complete(self) -> bool:
+        """Whether everything was answered."""
+        return not self.failures
+
+    def __repr__(self) -> str:
+        return f"BatchResults({self.out!r}: {len(self.units)} parts, {len(self.failures)} failures)"
+
+    @property
+    def traces(self) -> tuple[str, ...]:
+        """The traces, in their order; ``one|other`` for a pair of compared runs."""
+        return tuple(dict.fromkeys(unit.title for unit in self.units))
+
+    def tables(self) -> Iterator[Any]:
+        """The answers of each unit as a `pyarrow.Table`; units without answers are left out.
+
+        Columns are those of `analyze.Results` and ``spec`` (the subscriber with its parameters), ``run_id``,
+        ``created``, ``status`` (of the run, at the time of planning), and ``array``. An answer of more than 4096
+        numbers is one row: its value is null, and ``array`` names its place, ``arrays/ID.zarr#NUMBER``. In all other
+        rows ``array`` is empty.
+        """
+        return self._parts.tables()
+
+    def to_arrow(self) -> Any:
+        """All `tables` as one `pyarrow.Table`."""
+        import pyarrow as pa
+
+        tables = list(self.tables())
+        return pa.concat_tables(tables) if tables else arrow_schema(*RUN_COLUMNS).empty_table()
+
+    def to_pandas(self) -> Any:
+        """All `tables` as a `pandas.DataFrame`.
+
+        Raises
+        ------
+        TracerError
+            If pandas is not installed.
+        """
+        pandas()  # if pandas is missing, the error says how to install it
+        return self.to_arrow().to_pandas()
+
+    def to_parquet(self, path: PathLike, *, overwrite: bool = False) -> None:
+        """Write all `tables` to one Parquet file.
+
+        Raises
+        ------
+        TraceExistsError
+            If `path` exists and `overwrite` is false.
+        TraceError
+            If the file cannot be written.
+        """
+        import pyarrow.parquet as pq
+
+        schema = arrow_schema(*RUN_COLUMNS)
+        with new_file(path, overwrite=overwrite) as temporary, pq.ParquetWriter(temporary, schema) as writer:
+            for table in self.tables():
+                if table.num_rows:
+                    writer.write_table(table)

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, Final, TypeAlias
 
-from analyze.batching.cutting import PART_BYTES
-from analyze.batching.dealing import dealt, fused
+from analyze import registry
 from analyze.batching.engines import cores
 from analyze.batching.folder import folder_at
 from analyze.batching.part_files import stored
-from analyze.batching.planning import plan_trace, unplanned, where
-from analyze.batching.questions import Question, questions
+from analyze.batching.planning import PART_BYTES, plan_trace, unplanned, where
 from analyze.batching.traces import find_traces
-from analyze.batching.units import Failure, Pairs, Task, TracePlan, Unit, sentence_of
-from analyze.metrics.checks import is_whole
+from analyze.batching.units import Pairs, Question, Task, TracePlan, Unit, UnitFailure, questions, sentence_of
+from analyze.metrics.inputs import is_whole
 from tracer.errors import CaptureError
 from tracer.replaying.filters import Filters
 from tracer.stores.locations import Anywhere, Url, location
 from tracer.trace.selection import Steps
 
+TASKS_PER_WORKER: Final = 4
+"""Units are grouped only while each worker still has at least this many tasks."""
 PLANNERS: Final = 8
 """How many traces on object stores are planned at the same time."""
 Progress: TypeAlias = Callable[[Mapping[str, Any]], None]
@@ -67,7 +68,7 @@ class BatchPlan:
         return [unit for one in self.traces for unit in one.units]
 
     @property
-    def failures(self) -> list[Failure]:
+    def failures(self) -> list[UnitFailure]:
         """The failures that planning found."""
         return [failure for one in self.traces for failure in one.failures]
 
@@ -161,8 +162,8 @@ def plan_batch(
     planned = [*refused, *planned]
     hands = share[1] if share is not None else cores() if workers is None else max(workers, 1)
     if share is not None:
-        # deal before removing the cached units, so that all shares deal the same tasks
-        _keep(dealt(fused(planned, filters, hands), *share), planned, is_first=share[0] == 0)
+        # deal before removing the cached units, so that all shares deal the same tasks; the largest tasks come first
+        _keep(fused(planned, filters, hands)[share[0] :: share[1]], planned, is_first=share[0] == 0)
     with folder_at(out) as folder:
         there, spoiled = stored(folder, [unit for one in planned for unit in one.units if not force])
     left = [TracePlan(run=one.run, units=[unit for unit in one.units if unit.id not in there]) for one in planned]
@@ -220,6 +221,46 @@ def _plans(
                 seen.add(one.run.trace)
             say({"event": "planning", "traces": number, "of": len(found)})
     return planned
+
+
+def fused(plans: Iterable[TracePlan], filters: Filters, workers: int) -> list[Task]:
+    """Group units that read the same part of a trace into tasks, while enough tasks are left for all workers.
+
+    Two units are not grouped if their chains have different producers of the same kind. The largest task comes first.
+    """
+    plans = list(plans)
+    count = sum(len(one.units) for one in plans)
+    most = max(math.ceil(count / (TASKS_PER_WORKER * workers)) if workers else count, 1)
+    produces = cache(lambda spec: frozenset(registry.parse(spec).produces))
+    tasks = [
+        Task(units=tuple(group[first : first + most]), run=one.run, filters=filters)
+        for one in plans
+        if one.run is not None
+        for group in _together(one.units, produces)
+        for first in range(0, len(group), most)
+    ]
+    return sorted(tasks, key=lambda task: (-task.bytes, task.units[0].id))
+
+
+def _together(units: Iterable[Unit], produces: Callable[[str], frozenset[str]]) -> list[list[Unit]]:
+    """Groups of units of one trace that read the same messages and have no two producers of the same kind."""
+    groups: dict[Any, list[list[Unit]]] = {}
+    for unit in units:
+        alike = groups.setdefault((unit.rank, unit.modules, unit.steps), [])
+        fitting = next((group for group in alike if not _collide(unit, group, produces)), None)
+        if fitting is None:
+            alike.append([unit])
+        else:
+            fitting.append(unit)
+    return [group for alike in groups.values() for group in alike]
+
+
+def _collide(unit: Unit, group: Sequence[Unit], produces: Callable[[str], frozenset[str]]) -> bool:
+    """Whether the chain of a unit adds a second producer of a kind that the group already produces."""
+    there = {spec for other in group for spec in other.chain}
+    new = [spec for spec in unit.chain if spec not in there]
+    kinds = {kind for spec in there for kind in produces(spec)}
+    return any(produces(spec) & kinds for spec in new)
 
 
 def _plain(steps: Steps | None) -> Any:

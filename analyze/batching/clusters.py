@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 import time
-import uuid
 from collections.abc import Mapping
+from concurrent.futures import CancelledError, Future
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final, final
 
-from analyze.batching.engines import Death, Document, cores
-from analyze.metrics.checks import is_whole
+from analyze.batching.engines import Engine, Running, cores
+from analyze.batching.units import Receipt, Task
+from analyze.metrics.inputs import is_whole
 from tracer.errors import MessageError, TracerError
 
 NO_DASHBOARD: Final = {"dashboard": False, "dashboard_address": "127.0.0.1:0"}
@@ -21,16 +24,10 @@ CONNECT_SECONDS: Final = 30.0
 """How long a Dask scheduler may take to answer."""
 WORKERS_SECONDS: Final = 300.0
 """How long Dask may have no worker."""
-LOOK_SECONDS: Final = 10.0
-"""The interval at which this process checks, while it waits for a task, that there is a worker."""
-PAUSE_SECONDS: Final = 0.005
-"""The interval at which this process checks whether a task is done."""
-RECEIPT_SECONDS: Final = 60.0
-"""How long to wait for the receipt of a finished task before checking that the scheduler still runs."""
 
 
 @final
-class Dask:
+class Dask(Engine):
     """Dask workers: of a running scheduler, of this machine, or started by a batch system.
 
     Parameters
@@ -49,13 +46,16 @@ class Dask:
         If dask is not installed, the scheduler does not answer, or its workers cannot import this package.
     """
 
+    room = sys.maxsize
+    blames_all = True  # Dask blames every task that the dead worker held, even tasks that it had not begun
+
     def __init__(self, scheduler: Any, workers: int | None = None, memory: int | None = None) -> None:
         try:
             # import_module, because mypy would check against the incomplete annotations of distributed
             distributed: Any = import_module("distributed")
         except ImportError as error:
             raise TracerError("Dask is not installed: pip install 'tracereel[cluster]'") from error
-        self._distributed: Any = distributed
+        self._killed: type[Exception] = distributed.KilledWorker
         self._cluster: Any = None
         self._name = scheduler if isinstance(scheduler, str) else type(scheduler).__name__
         try:
@@ -74,10 +74,7 @@ class Dask:
         except Exception as error:  # dask raises OSError, TimeoutError, ValueError and its own
             self._end_cluster()
             raise TracerError(f"no Dask scheduler answers at {self._name}: {error}") from error
-        self._batch = uuid.uuid4().hex[:8]
-        self._left = 0
-        self._tries: dict[str, int] = {}
-        self._results = distributed.as_completed(loop=self._client.loop, raise_errors=False)
+        self._had_worker, self._left = time.monotonic(), 0
         try:
             self._check_workers()
         except BaseException:
@@ -93,9 +90,7 @@ class Dask:
                 f"the Dask scheduler at {self._name} had no worker within {WORKERS_SECONDS:.0f} seconds"
             ) from error
         try:
-            theirs = self._client.submit(version, pure=False, key=f"tracereel-version-{self._batch}").result(
-                timeout=120
-            )
+            theirs = self._client.submit(version, pure=False).result(timeout=120)
         except Exception as error:
             raise TracerError(
                 f"the Dask workers of {self._name} cannot import tracereel: install it where they run "
@@ -107,84 +102,47 @@ class Dask:
                 "because a part is named after what computes it"
             )
 
-    def submit(self, key: str, document: Document) -> None:
+    def submit(self, task: Task, out: str, replace: bool) -> Running:
         from analyze.batching.tasks import run
 
-        self._tries[key] = self._tries.get(key, 0) + 1
-        name = f"tracereel-{self._batch}-{self._tries[key]}-{key}"
-        # the key is unique to the batch, so that the scheduler never returns the result of an earlier batch
-        self._results.add(self._client.submit(run, dict(document), key=name, pure=False, retries=0))
+        running: Running = Future()
+        theirs = self._client.submit(run, task, out, replace, pure=False, retries=0)
+        theirs.add_done_callback(partial(_pass_on, running))
         self._left += 1
+        return running
 
-    def next_done(self) -> tuple[str, Document | Death]:
-        try:
-            self._wait()
-            future = next(self._results)
-            self._left -= 1
-            key = future.key.split("-", 3)[3]
-            receipt = self._receipt(future)
-            if receipt is not None:
-                return key, receipt
-            status = future.status
-            error = future.exception(timeout=RECEIPT_SECONDS) if status == "error" else None
-        except (OSError, TimeoutError, StopIteration) as lost:
-            raise self._gone(f" ({type(lost).__name__})") from lost
-        if isinstance(error, self._distributed.KilledWorker):
-            # Dask blames every task that the dead worker held, even tasks that it had not begun
-            why = "the Dask workers that computed it died one after the other (KilledWorker)"
-            return key, Death(why, alone=True)
+    def receipt(self, task: Running) -> Receipt | str:
+        error = task.exception()
+        self._left -= 1
         if error is None:
-            if self._client.status != "running":
-                raise self._gone()
-            return key, Death(f"Dask gave it up ({status})")
-        return key, Death(f"Dask could not run it: {type(error).__name__}: {error}")
+            return task.result()
+        if isinstance(error, self._killed):
+            return "the Dask workers that computed it died one after the other (KilledWorker)"
+        if isinstance(error, CancelledError) or self._client.status != "running":
+            raise self._gone(error)
+        return f"Dask could not run it: {type(error).__name__}: {error}"
 
-    def _wait(self) -> None:
-        """Wait until a task is done.
+    def check(self) -> None:
+        """Raise `TracerError` if the scheduler is gone, or has had no worker for `WORKERS_SECONDS`."""
+        now = time.monotonic()
+        if self._client.status == "closed":
+            raise self._gone()
+        if self._client.status == "running" and self._client.nthreads():
+            self._had_worker = now
+        elif now - self._had_worker > WORKERS_SECONDS:
+            raise TracerError(
+                f"the Dask scheduler at {self._name} had no worker for {WORKERS_SECONDS:.0f} seconds, with "
+                f"{self._left} tasks left; what is done is kept: run the same again"
+            )
 
-        Raises
-        ------
-        TracerError
-            If Dask has no worker for `WORKERS_SECONDS`, because its tasks would then wait for ever.
-        """
-        looked = worked = time.monotonic()
-        while not (self._results.has_ready() or self._results.is_empty()):
-            time.sleep(PAUSE_SECONDS)
-            now = time.monotonic()
-            if now - looked < LOOK_SECONDS or self._client.status != "running":
-                continue
-            looked = now
-            if self._client.nthreads():
-                worked = now
-            elif now - worked > WORKERS_SECONDS:
-                raise TracerError(
-                    f"the Dask scheduler at {self._name} had no worker for {WORKERS_SECONDS:.0f} seconds, with "
-                    f"{self._left} tasks left; what is done is kept: run the same again"
-                )
-
-    def _gone(self, why: str = "") -> TracerError:
+    def _gone(self, error: BaseException | None = None) -> TracerError:
+        why = f" ({type(error).__name__})" if error is not None else ""
         return TracerError(
             f"the Dask scheduler at {self._name} is gone with {self._left} tasks left; what is done is kept: run the "
             f"same again{why}"
         )
 
-    def _receipt(self, future: Any) -> Document | None:
-        """The receipt of a task, or None. If the worker that held the receipt died, Dask computes the task again."""
-        while future.status in ("finished", "pending"):
-            try:
-                found: Document = future.result(timeout=RECEIPT_SECONDS)
-                return found
-            except TimeoutError:
-                if future.status != "error" and self._client.status != "running":
-                    raise
-            except Exception:
-                if future.status != "error":
-                    raise
-        return None
-
     def close(self) -> None:
-        with contextlib.suppress(Exception):
-            self._results.clear()
         with contextlib.suppress(Exception):
             self._client.close(timeout=10)
         self._end_cluster()
@@ -193,6 +151,17 @@ class Dask:
         if self._cluster is not None:
             with contextlib.suppress(Exception):
                 self._cluster.close(timeout=30)
+
+
+def _pass_on(running: Running, theirs: Any) -> None:
+    """Give the result of a future of Dask to a future of `concurrent.futures`.
+
+    The executor of Dask's client does so, too, but forgets a future whose result died with its worker.
+    """
+    try:
+        running.set_result(theirs.result())
+    except BaseException as error:  # noqa: BLE001 - whatever it is, the batch decides what it means
+        running.set_exception(error)
 
 
 def version() -> str:

@@ -6,10 +6,9 @@ import contextlib
 import os
 import shutil
 import socket
-from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, TypeAlias, final
 
 from tracer.errors import TraceError, TraceExistsError, TraceUnreadableError
 from tracer.format.process import process_start
@@ -24,96 +23,17 @@ LARGEST = 1 << 40
 """The most bytes that are read of a file on an object store."""
 
 
-def folder_at(place: Anywhere) -> Folder:
-    """The folder at a path or URL, which need not exist.
+@final
+class DiskFolder:
+    """A folder on a disk: files and traces by their names, which may have slashes.
 
-    Raises
-    ------
-    TraceExistsError
-        If a file is at `place`.
-    TraceFormatError
-        If `place` is a URL that cannot be written to.
-    """
-    found = location(place)
-    return _ObjectFolder(found) if isinstance(found, Url) else _DiskFolder(found)
-
-
-class Folder(ABC):
-    """Files and traces by their names, which may have slashes.
+    A file is written under a temporary name, and then renamed.
 
     Attributes
     ----------
     on_disk : bool
         Whether access to a file is cheap; on an object store it is a request.
     """
-
-    on_disk: bool
-
-    def __enter__(self) -> Folder:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def make(self) -> None:
-        """Create the folder on a disk, so that an unwritable place is reported before any work.
-
-        On an object store it does nothing, because an object store has no folders.
-
-        Raises
-        ------
-        TraceError
-            If the folder cannot be created or written to.
-        """
-
-    @abstractmethod
-    def names(self, prefix: str) -> set[str]:
-        """The names directly below a prefix, without the prefix and without unfinished files."""
-
-    @abstractmethod
-    def read(self, name: str) -> bytes | None:
-        """The bytes of a file; None if there is none.
-
-        Raises
-        ------
-        TraceUnreadableError
-            If it cannot be read, or is no file; a pipe is not waited for.
-        """
-
-    @abstractmethod
-    def write(self, name: str, data: bytes, *, replace: bool = True) -> None:
-        """Write a file atomically.
-
-        Without `replace`, an object store keeps an existing file; a disk always replaces it.
-
-        Raises
-        ------
-        TraceError
-            If the file cannot be written.
-        """
-
-    @abstractmethod
-    def remove(self, names: Iterable[str]) -> None:
-        """Remove files; names without a file are skipped."""
-
-    @abstractmethod
-    def trace(self, name: str) -> Path | Url:
-        """The place of a trace in the folder; the trace need not exist."""
-
-    @abstractmethod
-    def remove_trace(self, name: str) -> None:
-        """Remove a trace in the folder."""
-
-    def sweep(self) -> None:
-        """On a disk, remove the unfinished files of ended processes of this machine."""
-
-    def close(self) -> None:
-        """Close the connection to an object store, if there is one."""
-
-
-@final
-class _DiskFolder(Folder):
-    """A folder on a disk: a file is written under a temporary name, and then renamed."""
 
     on_disk = True
 
@@ -126,6 +46,13 @@ class _DiskFolder(Folder):
         return str(self._path)
 
     def make(self) -> None:
+        """Create the folder, so that an unwritable place is reported before any work.
+
+        Raises
+        ------
+        TraceError
+            If the folder cannot be created or written to.
+        """
         parts = self._path / "parts"
         try:
             parts.mkdir(parents=True, exist_ok=True)
@@ -135,6 +62,7 @@ class _DiskFolder(Folder):
             raise TraceError(f"{parts} cannot be written to")
 
     def names(self, prefix: str) -> set[str]:
+        """The names directly below a prefix, without the prefix and without unfinished files."""
         try:
             return {name for name in os.listdir(self._path / prefix) if not name.startswith(".")}
         except FileNotFoundError:
@@ -143,6 +71,13 @@ class _DiskFolder(Folder):
             raise TraceUnreadableError(f"{self._path / prefix} cannot be listed: {error.strerror or error}") from error
 
     def read(self, name: str) -> bytes | None:
+        """The bytes of a file; None if there is none.
+
+        Raises
+        ------
+        TraceUnreadableError
+            If it cannot be read, or is no file; a pipe is not waited for.
+        """
         try:
             with open(open_file(self._path / name), "rb") as file:
                 return file.read()
@@ -152,6 +87,15 @@ class _DiskFolder(Folder):
             raise TraceUnreadableError(f"{self._path / name} cannot be read: {error.strerror or error}") from error
 
     def write(self, name: str, data: bytes, *, replace: bool = True) -> None:
+        """Write a file atomically.
+
+        Without `replace`, an object store keeps an existing file; a disk always replaces it.
+
+        Raises
+        ------
+        TraceError
+            If the file cannot be written.
+        """
         target = self._path / name
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -164,6 +108,7 @@ class _DiskFolder(Folder):
             raise TraceError(f"{target} cannot be written: {error.strerror or error}") from error
 
     def remove(self, names: Iterable[str]) -> None:
+        """Remove files; names without a file are skipped."""
         for name in names:
             try:
                 (self._path / name).unlink(missing_ok=True)
@@ -173,12 +118,15 @@ class _DiskFolder(Folder):
                 raise TraceError(f"{self._path / name} cannot be removed: {error.strerror or error}") from error
 
     def trace(self, name: str) -> Path:
+        """The place of a trace in the folder; the trace need not exist."""
         return self._path / name
 
     def remove_trace(self, name: str) -> None:
+        """Remove a trace in the folder."""
         shutil.rmtree(self._path / name, ignore_errors=True)
 
     def sweep(self) -> None:
+        """Remove the unfinished files of ended processes of this machine."""
         parts = self._path / "parts"
         if not parts.is_dir():
             return
@@ -190,10 +138,13 @@ class _DiskFolder(Folder):
                 with contextlib.suppress(OSError):
                     (parts / name).unlink()
 
+    def close(self) -> None:
+        """Do nothing: there is no connection."""
+
 
 @final
-class _ObjectFolder(Folder):
-    """A folder on an object store: a file is an object, which the store writes atomically."""
+class ObjectFolder:
+    """A folder on an object store, with the methods of `DiskFolder`: the store writes each file atomically."""
 
     on_disk = False
 
@@ -206,6 +157,12 @@ class _ObjectFolder(Folder):
 
     def __str__(self) -> str:
         return str(self._url)
+
+    def make(self) -> None:
+        """Do nothing: an object store has no folders."""
+
+    def sweep(self) -> None:
+        """Do nothing: an object store has no unfinished files."""
 
     def names(self, prefix: str) -> set[str]:
         if not prefix:
@@ -238,3 +195,23 @@ class _ObjectFolder(Folder):
 
     def close(self) -> None:
         self._objects.close()
+
+
+Folder: TypeAlias = DiskFolder | ObjectFolder
+
+
+@contextlib.contextmanager
+def folder_at(place: Anywhere) -> Iterator[Folder]:
+    """The folder at a path or URL, which need not exist.
+
+    Raises
+    ------
+    TraceExistsError
+        If a file is at `place`.
+    TraceFormatError
+        If `place` is a URL that cannot be written to.
+    """
+    found = location(place)
+    folder = ObjectFolder(found) if isinstance(found, Url) else DiskFolder(found)
+    with contextlib.closing(folder):
+        yield folder

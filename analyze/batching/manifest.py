@@ -1,4 +1,4 @@
-"""Writes the manifest and the failures of a batch."""
+"""The manifest of a batch: what it did, what its folder holds, and from that how long another batch will take."""
 
 from __future__ import annotations
 
@@ -7,17 +7,21 @@ import hashlib
 import json
 import platform
 import re
+import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
 from analyze.batching.batch_plan import BatchPlan
-from analyze.batching.folder import Folder
+from analyze.batching.engines import cores
+from analyze.batching.folder import Folder, folder_at
 from analyze.batching.part_files import remove_outdated, state_of
-from analyze.batching.units import SCHEMA, Failure
+from analyze.batching.units import SCHEMA, Task, UnitFailure
 from analyze.batching.work import Work
 from tracer.errors import TraceUnreachableError, TraceUnreadableError
 from tracer.format.parsing import parsed
+from tracer.stores.locations import Anywhere
 
 MANIFEST: Final = "manifest.json"
 FAILURES: Final = "failures.jsonl"
@@ -42,7 +46,7 @@ def conclude(folder: Folder, planned: BatchPlan, work: Work, state: str) -> None
     folder.write(MANIFEST, json.dumps(told, indent=1, ensure_ascii=False).encode(errors="backslashreplace"))
 
 
-def _lines(failures: Sequence[Failure]) -> bytes:
+def _lines(failures: Sequence[UnitFailure]) -> bytes:
     lines = "".join(json.dumps(asdict(one), ensure_ascii=False) + "\n" for one in failures)
     return lines.encode(errors="backslashreplace")  # because a path may not be UTF-8
 
@@ -109,3 +113,67 @@ def _units(planned: BatchPlan, before: Mapping[str, Any], folder: Folder) -> lis
         unit | {"state": state_of(unit["id"], names)} for unit in [*(asdict(one) for one in planned.units), *others]
     ]
     return [unit for unit in units if unit["state"] != "missing" or unit["id"].partition("-")[0] in cells]
+
+
+TRY_AGAIN: Final = 5.0
+"""A trial that took fewer seconds than this is repeated."""
+
+
+def estimate(planned: BatchPlan, out: Anywhere, workers: int | None = None) -> dict[str, Any]:
+    """Estimate how long a plan will take, from the times of earlier batches, or from computing one part now.
+
+    Parameters
+    ----------
+    planned : BatchPlan
+    out : path or URL
+        The folder whose manifest has the times of earlier batches. A subscriber without a time in the manifest is run
+        on its smallest part, and the answers are discarded.
+    workers : int, optional
+        How many processes compute at the same time.
+
+    Returns
+    -------
+    dict
+        ``traces``, ``parts``, ``cached``, ``failed``, ``bytes``, ``seconds`` (of all work), ``wall_seconds`` (if
+        ``workers`` share the work), ``workers``, and ``measured``: for each subscriber, the number of timed parts.
+    """
+    with folder_at(out) as folder:
+        known = read_manifest(folder).get("seconds", {})
+    tasks = sorted((task.only(unit) for task in planned.tasks for unit in task.units), key=lambda task: -task.bytes)
+    smallest = {task.units[0].spec: task for task in tasks}
+    # for each subscriber: the seconds that parts took, the bytes that they read, and how many they were
+    rates = {
+        question.spec: known.get(question.spec) or _measured(smallest[question.spec])
+        for question in planned.asked
+        if question.spec in smallest
+    }
+    seconds = [task.bytes * rates[task.units[0].spec][0] / max(rates[task.units[0].spec][1], 1.0) for task in tasks]
+    hands = max(cores() if workers is None else workers, 1)
+    loads = [0.0] * min(hands, max(len(seconds), 1))
+    for one in sorted(seconds, reverse=True):
+        loads[loads.index(min(loads))] += one
+    return {
+        **planned.counts,
+        "seconds": round(sum(seconds), 3),
+        "wall_seconds": round(max(loads), 3),
+        "workers": hands,
+        "measured": {spec: int(parts) for spec, (_, _, parts) in rates.items()},
+    }
+
+
+def _measured(task: Task) -> tuple[float, float, int]:
+    """The seconds and the bytes of one task, which is run now."""
+    spent = _tried(task)
+    if spent < TRY_AGAIN:  # most of the first try may have been imports
+        spent = min(spent, _tried(task))
+    return spent, task.bytes, 1
+
+
+def _tried(task: Task) -> float:
+    """The seconds that a task takes; its answers are discarded."""
+    from analyze.batching.tasks import run
+
+    with tempfile.TemporaryDirectory() as folder:
+        began = time.perf_counter()
+        run(task, folder, replace=True)
+        return time.perf_counter() - began

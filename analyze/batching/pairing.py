@@ -10,21 +10,21 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from analyze.batching.cutting import Asked, Share, stretches
-from analyze.batching.planning import unplanned, where
-from analyze.batching.questions import Question
+from analyze.batching.planning import RankQuestion, stretches, unplanned, where
 from analyze.batching.units import (
     SCHEMA,
-    Failure,
     Pairs,
-    Run,
+    PlannedRun,
+    Question,
+    Share,
     TracePlan,
     Unit,
+    UnitFailure,
     digest,
     sentence_of,
     stride_of,
 )
-from analyze.comparing.ranks import both_ranks, none_in_both
+from analyze.comparing.matching import both_ranks, none_in_both
 from analyze.metrics.similarity.similarity import Similarity
 from tracer.errors import CaptureError, MessageError, TracerError
 from tracer.format.journal import Column
@@ -34,14 +34,17 @@ from tracer.trace.reader import TraceReader
 from tracer.trace.selection import Steps
 
 _Key: TypeAlias = tuple[str, str | None, str]
+_Sizes: TypeAlias = tuple[NDArray[np.int64], NDArray[np.int64]]
+"""Steps, and the bytes of each."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Taken:
-    """What a question reads of a trace: for each stream its steps and the bytes of each step; a digest of all of it."""
+    """What a question reads of a rank of a trace: of each stream its steps and their bytes; a digest of all of it."""
 
-    steps: dict[_Key, NDArray[np.int64]]
-    nbytes: dict[_Key, NDArray[np.int64]]
+    trace: str
+    rank: int
+    streams: dict[_Key, _Sizes]
     digest: str
 
 
@@ -91,7 +94,7 @@ def plan_pairs(
                 found = [
                     unit
                     for a, b in both_ranks(mine, theirs)
-                    for unit in _units((one, a), (other, b), question, (mine[a], theirs[b]), filters.steps, part_bytes)
+                    for unit in _units(mine[a], theirs[b], question, filters.steps, part_bytes)
                 ]
                 planned.units += found
                 planned.failures += [] if found else [_nothing_in_common(one, other, question, mine, theirs)]
@@ -114,21 +117,21 @@ def _check(asked: Iterable[Question], which: str, filters: Filters) -> None:
 
 
 def _opened(
-    names: Iterable[str], asked: Sequence[Question], steps: Steps | None, failures: list[Failure]
-) -> tuple[dict[str, Run], dict[tuple[str, str], dict[int, Taken]]]:
+    names: Iterable[str], asked: Sequence[Question], steps: Steps | None, failures: list[UnitFailure]
+) -> tuple[dict[str, PlannedRun], dict[tuple[str, str], dict[int, Taken]]]:
     """The run of each trace, and what each question reads of each of its ranks.
 
     A trace that cannot be opened or lacks the data becomes a failure in `failures`.
     """
-    runs: dict[str, Run] = {}
+    runs: dict[str, PlannedRun] = {}
     taken: dict[tuple[str, str], dict[int, Taken]] = {}
     for name in names:
         try:
             with TraceReader(name) as reader:
-                runs[name] = Run.of(name, reader)
+                runs[name] = PlannedRun.of(name, reader)
                 for question in asked:
                     try:
-                        taken[name, question.spec] = take_ranks(reader, question, steps)
+                        taken[name, question.spec] = take_ranks(reader, name, question, steps)
                     except TracerError as error:
                         failures.append(unplanned(name, question.spec, None, error))
         except Exception as error:  # noqa: BLE001 - one file that a library chokes on must not end a batch of hundreds
@@ -136,7 +139,9 @@ def _opened(
     return runs, taken
 
 
-def _nothing_in_common(one: str, other: str, question: Question, mine: Iterable[int], theirs: Iterable[int]) -> Failure:
+def _nothing_in_common(
+    one: str, other: str, question: Question, mine: Iterable[int], theirs: Iterable[int]
+) -> UnitFailure:
     """The failure of two traces that cannot be compared; `mine` and `theirs` are their ranks that have the data."""
     why = f"{one} and {other} have no step of a layer in common"
     if not both_ranks(mine, theirs):
@@ -144,18 +149,13 @@ def _nothing_in_common(one: str, other: str, question: Question, mine: Iterable[
     return unplanned(f"{one}|{other}", question.spec, None, why)
 
 
-def identity_of(
-    one: tuple[str, int],
-    other: tuple[str, int],
-    question: Question,
-    steps: Steps | None,
-    pair: tuple[Taken, Taken],
-) -> str:
+def identity_of(one: Taken, other: Taken, question: Question, steps: Steps | None) -> str:
     """A digest of everything that the stored answers of a unit depend on."""
-    return digest([SCHEMA, one, other, question.identity, steps, pair[0].digest, pair[1].digest])[:32]
+    places = (one.trace, one.rank), (other.trace, other.rank)
+    return digest([SCHEMA, *places, question.identity, steps, one.digest, other.digest])[:32]
 
 
-def take_ranks(reader: TraceReader, question: Question, steps: Steps | None) -> dict[int, Taken]:
+def take_ranks(reader: TraceReader, trace: str, question: Question, steps: Steps | None) -> dict[int, Taken]:
     """What a question reads of each rank of a trace; ranks that lack the data are left out.
 
     Raises
@@ -167,7 +167,7 @@ def take_ranks(reader: TraceReader, question: Question, steps: Steps | None) -> 
     lacking: CaptureError | None = None
     for rank in reader.ranks:
         try:
-            found[rank] = take(reader.of_rank(rank), question, steps)
+            found[rank] = take(reader.of_rank(rank), trace, question, steps)
         except CaptureError as error:
             lacking = lacking or error
     if lacking is not None and not found:
@@ -175,7 +175,7 @@ def take_ranks(reader: TraceReader, question: Question, steps: Steps | None) -> 
     return found
 
 
-def take(reader: TraceReader, question: Question, steps: Steps | None) -> Taken:
+def take(reader: TraceReader, trace: str, question: Question, steps: Steps | None) -> Taken:
     """What a question reads of a trace of one rank.
 
     Raises
@@ -183,66 +183,60 @@ def take(reader: TraceReader, question: Question, steps: Steps | None) -> Taken:
     CaptureError
         If the trace lacks the data.
     """
-    asked = Asked(reader, question, Filters(steps=steps), reader.ranks[0])
+    (rank,) = reader.ranks
+    asked = RankQuestion(reader, question, Filters(steps=steps), rank)
     if asked.missing:
         raise CaptureError("; ".join(asked.missing))
     read = reader.fingerprint()
-    found: dict[int, list[tuple[NDArray[np.int64], NDArray[np.int64]]]] = {}
+    by_stream: dict[int, list[_Sizes]] = {}
     for due in asked.due(Share(steps=steps)):
         journal, sizes = due.window.journal[due.where], due.window.sizes(np.flatnonzero(due.where))
         read.add(journal)
         for number in np.unique(journal[:, Column.STREAM]).tolist():
             mine = journal[:, Column.STREAM] == number
-            numbers, place = np.unique(journal[mine, Column.GLOBAL_STEP], return_inverse=True)
-            found.setdefault(number, []).append((numbers, np.bincount(place, sizes[mine]).astype(np.int64)))
-    of_stream: dict[_Key, NDArray[np.int64]] = {}
-    nbytes: dict[_Key, NDArray[np.int64]] = {}
-    for stream in reader.streams:
-        if stream.id in found:
-            key = (stream.kind, stream.module, f"{stream.tag}/{stream.leaf}")
-            numbers, sizes = (np.concatenate(one) for one in zip(*found[stream.id], strict=True))
-            of_stream[key], place = np.unique(numbers, return_inverse=True)
-            nbytes[key] = np.bincount(place, sizes).astype(np.int64)
-    return Taken(of_stream, nbytes, f"{Run.of('', reader).ended} {read.hexdigest()}")
+            by_stream.setdefault(number, []).append(_summed([(journal[mine, Column.GLOBAL_STEP], sizes[mine])]))
+    streams = {
+        (stream.kind, stream.module, f"{stream.tag}/{stream.leaf}"): _summed(by_stream[stream.id])
+        for stream in reader.streams
+        if stream.id in by_stream
+    }
+    return Taken(trace, rank, streams, f"{PlannedRun.of('', reader).ended} {read.hexdigest()}")
 
 
-def _units(
-    one: tuple[str, int],
-    other: tuple[str, int],
-    question: Question,
-    pair: tuple[Taken, Taken],
-    steps: Steps | None,
-    part_bytes: int,
-) -> list[Unit]:
-    """The units of a question about two (trace, rank) pairs; empty if these have no step of a layer in common."""
-    both = [key for key in pair[0].steps if key in pair[1].steps]
-    met = [np.intersect1d(pair[0].steps[key], pair[1].steps[key]) for key in both]
-    numbers = np.unique(np.concatenate(met)) if met else np.zeros(0, np.int64)
-    if not len(numbers):
-        return []
-    sizes = np.zeros(len(numbers), np.int64)
-    for key, common in zip(both, met, strict=True):
-        for side in pair:
-            sizes[np.searchsorted(numbers, common)] += side.nbytes[key][np.searchsorted(side.steps[key], common)]
-    stride = stride_of(steps) or 1
-    cell = digest([one, other, question.spec])[:16]
+def _summed(sizes: Sequence[_Sizes]) -> _Sizes:
+    """Each step once, with the sum of its bytes."""
+    if not sizes:
+        return np.zeros(0, np.int64), np.zeros(0, np.int64)
+    steps, nbytes = (np.concatenate(column) for column in zip(*sizes, strict=True))
+    numbers, place = np.unique(steps, return_inverse=True)
+    return numbers, np.bincount(place, nbytes).astype(np.int64)
+
+
+def _units(one: Taken, other: Taken, question: Question, steps: Steps | None, part_bytes: int) -> list[Unit]:
+    """The units of a question about two traces; empty if these have no step of a layer in common."""
+    sizes: list[_Sizes] = []
+    for mine, theirs in ((one.streams[key], other.streams[key]) for key in one.streams if key in other.streams):
+        for (numbers, nbytes), (others, _) in ((mine, theirs), (theirs, mine)):
+            is_common = np.isin(numbers, others)
+            sizes.append((numbers[is_common], nbytes[is_common]))
+    numbers, nbytes = _summed(sizes)
+    cell = digest([(one.trace, one.rank), (other.trace, other.rank), question.spec])[:16]
     units = []
-    for first, last, nbytes in stretches(sizes, part_bytes):
+    for first, last, part in stretches(nbytes, part_bytes):
         is_whole = first == 0 and last == len(numbers)
-        share = steps if is_whole else (int(numbers[first]), int(numbers[last - 1]) + 1, stride)
+        share = steps if is_whole else (int(numbers[first]), int(numbers[last - 1]) + 1, stride_of(steps) or 1)
         units.append(
             Unit(
-                id=f"{cell}-{identity_of(one, other, question, share, pair)}",
+                id=f"{cell}-{identity_of(one, other, question, share)}",
                 spec=question.spec,
                 chain=question.chain,
-                trace=one[0],
-                rank=one[1],
-                modules=None,
+                trace=one.trace,
+                rank=one.rank,
                 steps=share,
                 messages=2 * (last - first),
-                bytes=nbytes,
-                other=other[0],
-                other_rank=other[1],
+                bytes=part,
+                other=other.trace,
+                other_rank=other.rank,
             )
         )
     return units

@@ -10,22 +10,23 @@ import dataclasses
 import io
 import itertools
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Final, Literal, TypeAlias, final
 
 import numpy as np
 
-from analyze.batching.arrow_columns import table_of
 from analyze.batching.folder import Folder, folder_at
-from analyze.batching.seal import label_of, sealed
-from analyze.batching.units import Run, Unit
+from analyze.batching.parquet import label_of, sealed, table_of
+from analyze.batching.units import PlannedRun, Unit
 from analyze.tables.columns import COLUMNS, COUNTERS, Columns, Row, Stream
 from analyze.tables.results import Results
 from tracer.errors import TraceCorruptError, TraceError, TraceNotFoundError, TraceUnreachableError
 from tracer.messaging.messages import Message
-from tracer.messaging.stacks import Stretch
+from tracer.messaging.receiver import Receiver, describe
+from tracer.messaging.stacks import Stack, Stretch
+from tracer.messaging.subscriber import Subscriber
 from tracer.trace.reader import TraceReader
 
 COMPLETE: Final = ".parquet"
@@ -117,42 +118,49 @@ def _arrays_of(unit_id: str) -> str:
 
 
 @final
-class PartAnswers:
+class PartAnswers(Receiver):
     """Collects the answers of a unit until they are written: small answers as rows, large answers as messages.
 
     Parameters
     ----------
     unit : Unit
-    subscriber : str
-        The subscriber's name in the table.
+    subscriber : Subscriber
+        The subscriber of the unit.
     """
 
-    def __init__(self, unit: Unit, subscriber: str) -> None:
-        self._unit, self._subscriber = unit, subscriber
+    passive = True
+    name = "results"
+    takes_many = True
+
+    def __init__(self, unit: Unit, subscriber: Subscriber) -> None:
+        self._unit, self._subscriber, self._kinds = unit, describe(subscriber), frozenset(subscriber.produces)
         self._small = Results()
         self._large: list[Message] = []
         # the index of each large answer among all answers
         self._large_at: list[int] = []
         self._count = 0
 
-    def add(self, message: Message) -> None:
-        """Append an answer."""
+    def wants(self, kind: str, module: str | None, tag: str | None, step: int | None) -> bool:
+        return kind in self._kinds
+
+    def receive(self, message: Message) -> Iterable[Message]:
         if message.data is not None and message.data.numel() > ARRAY_NUMBERS:
             self._large.append(message)
             self._large_at.append(self._count)
         else:
             self._small.add(message, self._unit.title, self._subscriber)
         self._count += 1
+        return ()
 
-    def add_many(self, stretch: Stretch) -> None:
-        """Append the answers of a stretch."""
+    def receive_many(self, stretch: Stretch) -> Iterable[Stack]:
         if any(one.data is not None and one.data.numel() > ARRAY_NUMBERS * len(one) for one in stretch.stacks):
             for message in stretch:
-                self.add(message)
-            return
+                self.receive(message)
+            return ()
         subscribers = dict.fromkeys((one.kind for one in stretch.stacks), self._subscriber)
         self._small.add_many(stretch, self._unit.title, subscribers)
         self._count += len(stretch)
+        return ()
 
     def add_rows(self, results: Results) -> None:
         """Append answers that go into the table number by number, even if they are large."""
@@ -165,13 +173,13 @@ class PartAnswers:
         self._large_at += [self._count + at for at in other._large_at]
         self._count += other._count
 
-    def write(self, folder: Folder, run: Run, seconds: float, *, complete: bool, replace: bool) -> int:
+    def write(self, folder: Folder, run: PlannedRun, seconds: float, *, complete: bool, replace: bool) -> int:
         """Write the answers, and return the number of rows.
 
         Parameters
         ----------
         folder : Folder
-        run : Run
+        run : PlannedRun
         seconds : float
             How long it took to compute the answers.
         complete : bool
@@ -203,7 +211,7 @@ class PartAnswers:
             for message in self._large:
                 writer.write(message)
 
-    def _table(self, run: Run) -> Any:
+    def _table(self, run: PlannedRun) -> Any:
         """The answers as a `pyarrow.Table`; a large answer is one row with its place in the results trace."""
         table: dict[str, Any] = self._small.columns()
         array = [""] * len(self._small)

@@ -4,17 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Mapping
-from typing import IO, TYPE_CHECKING, Any, Final, final
+from typing import IO, Any, final
 
 from tracer.shown import in_json
-
-if TYPE_CHECKING:
-    from rich.progress import Progress
-
-REDRAW_SECONDS: Final = 0.1
-"""How often the line is redrawn while traces are planned."""
 
 
 @final
@@ -39,57 +32,32 @@ class Lines:
 
 @final
 class Live:
-    """A line that is redrawn: the numbers of parts that are done, cached and failed, the bytes, and the time left.
-
-    Until the first part is finished, the line is redrawn only at events; afterwards a thread redraws it, too. So a
-    batch begins with a single thread, and can fork its workers.
-    """
+    """A line that is redrawn: the numbers of parts that are done, cached and failed, the bytes, and the time left."""
 
     def __init__(self, stream: IO[str]) -> None:
-        self._stream = stream
-        self._is_moving = False
-        self._progress = self._bar()
-        self._task = self._progress.add_task("planning", total=None, told="")
-        self._cached = self._bytes = 0
-        self._drawn = 0.0
-
-    def _bar(self) -> Progress:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-        return Progress(
+        self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("{task.fields[told]}"),
             TimeRemainingColumn(),
-            console=Console(file=self._stream),
-            auto_refresh=self._is_moving,
+            console=Console(file=stream),
             transient=True,
         )
-
-    def _move(self, total: int) -> None:
-        """Replace the bar by a bar that a thread redraws."""
-        self._progress.stop()
-        self._is_moving = True
-        self._progress = self._bar()
-        self._task = self._progress.add_task("computing", total=total, told=self._told(0))
-        self._progress.start()
+        self._task = self._progress.add_task("planning", total=None, told="")
+        self._cached = self._bytes = 0
 
     def __call__(self, event: Mapping[str, Any]) -> None:
         what = event["event"]
         if what == "planning":
-            now = time.monotonic()
-            redraw = now - self._drawn > REDRAW_SECONDS
-            self._drawn = now if redraw else self._drawn
-            self._progress.update(self._task, completed=event["traces"], total=event["of"], refresh=redraw)
+            self._progress.update(self._task, completed=event["traces"], total=event["of"])
         elif what == "planned":
             self._cached = event["cached"]
             self._progress.reset(self._task, total=event["parts"], description="computing", told=self._told(0))
-            self._progress.refresh()
         elif what == "part":
-            if not self._is_moving:
-                self._move(event["parts"])
             self._bytes += event["bytes"]
             self._progress.update(self._task, completed=event["done"], told=self._told(event["failed"]))
             if event["status"] != "computed":

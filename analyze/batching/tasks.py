@@ -1,7 +1,7 @@
 """The work of a worker: replay a part of a trace through subscribers, and write a file of answers for each unit.
 
-A task and its receipt are JSON, so that any engine can carry them; answers are written where they are computed. An
-error in a trace or a subscriber is reported in the receipt; `run` does not raise it.
+Answers are written where they are computed. An error in a trace or a subscriber is reported in the receipt; `run` does
+not raise it.
 """
 
 from __future__ import annotations
@@ -10,62 +10,64 @@ import os
 import socket
 import time
 import traceback
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Sequence, Set
 from dataclasses import asdict, replace
-from typing import Any, Final, TypeVar, final
+from typing import Any, Final, final
 
 import numpy as np
 
 from analyze import registry
-from analyze.batching.cutting import Asked, Share
 from analyze.batching.folder import Folder, folder_at
 from analyze.batching.pairing import identity_of, take
 from analyze.batching.part_files import PartAnswers
-from analyze.batching.planning import identity
-from analyze.batching.questions import KNOWN_SCOPES, Question, questions
-from analyze.batching.units import Module, Outcome, Task, Unit, sentence_of, stride_of
+from analyze.batching.planning import RankQuestion, identity
+from analyze.batching.units import (
+    KNOWN_SCOPES,
+    Module,
+    Outcome,
+    Question,
+    Receipt,
+    Share,
+    Task,
+    Unit,
+    questions,
+    sentence_of,
+    stride_of,
+)
 from analyze.comparing.compare import compare
 from tracer.errors import TraceCorruptError, TraceError
 from tracer.format.journal import Column
-from tracer.messaging.messages import Message
-from tracer.messaging.receiver import Around, Receiver, describe
+from tracer.messaging.receiver import Around, Receiver
 from tracer.messaging.stacks import Stack, Stretch
 from tracer.messaging.subscriber import Subscriber
-from tracer.replaying.audience import Audience
+from tracer.replaying.filters import Audience
 from tracer.replaying.replay import replay
 from tracer.replaying.wanted import wanted_of
 from tracer.trace.reader import TraceReader
 
-_Answer = TypeVar("_Answer")
 SALVAGES: Final = 200
 """The most replays of smaller shares of one damaged unit."""
 
 
-def run(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Compute the units of a task and write their answers.
+def run(task: Task, out: str, replace: bool) -> Receipt:
+    """Compute the units of a task and write their answers into the folder `out`.
 
     Parameters
     ----------
-    document : mapping
-        ``task`` (from `analyze.batching.units.Task.document`), ``out`` (the folder), and ``replace`` (whether existing
-        files are replaced).
-
-    Returns
-    -------
-    dict
-        ``outcomes`` (for each unit the fields of `analyze.batching.units.Outcome`), and ``where`` (host and process).
+    task : Task
+    out : str
+    replace : bool
+        Whether existing files are replaced.
     """
     import torch
 
-    task = Task.of(document["task"])
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a worker has one processor; not every engine limits the threads
     try:
-        with folder_at(document["out"]) as folder:
-            outcomes = _run(task, folder, bool(document["replace"]))
+        with folder_at(out) as folder:
+            return Receipt(_run(task, folder, replace), f"{socket.gethostname()}:{os.getpid()}")
     finally:
         torch.set_num_threads(threads)
-    return {"outcomes": [one._asdict() for one in outcomes], "where": f"{socket.gethostname()}:{os.getpid()}"}
 
 
 def _run(task: Task, folder: Folder, replace: bool) -> list[Outcome]:
@@ -78,21 +80,18 @@ def _run(task: Task, folder: Folder, replace: bool) -> list[Outcome]:
 
 
 def _attempt(task: Task, units: Sequence[Unit], folder: Folder, replace: bool) -> list[Outcome]:
-    """Compute units in one pass over the trace, and write their answers."""
+    """Compute units in one pass over the trace, and write their answers; each is charged an equal part of the time."""
     began = time.perf_counter()
-    heard: list[Heard] = []
+    heard: list[PartAnswers] = []
     status, reason, told = _hear(task, units, heard)
-    spent = time.perf_counter() - began
+    seconds = (time.perf_counter() - began) / len(units)
     is_kept = bool(heard) and (status == "computed" or (status == "damaged" and len(units) == 1))
     if not is_kept:
-        return [Outcome(unit.id, status, 0, spent / len(units), reason, told) for unit in units]
-    # each unit is charged an equal part of the time of reading
-    shared = max(spent - sum(one.seconds for one in heard), 0.0) / len(units)
+        return [Outcome(unit.id, status, 0, seconds, reason, told) for unit in units]
     outcomes = []
-    for unit, one in zip(units, heard, strict=True):
-        seconds = one.seconds + shared
+    for unit, answers in zip(units, heard, strict=True):
         try:
-            rows = one.answers.write(folder, task.run, seconds, complete=status == "computed", replace=replace)
+            rows = answers.write(folder, task.run, seconds, complete=status == "computed", replace=replace)
         except Exception as error:  # noqa: BLE001 - such as a full disk, or an answer that does not fit in a table
             why = f"the answers cannot be written: {error}"
             outcomes.append(Outcome(unit.id, "failed", 0, seconds, why, traceback.format_exc()))
@@ -101,7 +100,7 @@ def _attempt(task: Task, units: Sequence[Unit], folder: Folder, replace: bool) -
     return outcomes
 
 
-def _hear(task: Task, units: Sequence[Unit], heard: list[Heard]) -> tuple[str, str, str]:
+def _hear(task: Task, units: Sequence[Unit], heard: list[PartAnswers]) -> tuple[str, str, str]:
     """Append the answers of the units' subscribers to `heard`; return the status, the reason and the traceback."""
     import torch
 
@@ -123,33 +122,34 @@ def _hear(task: Task, units: Sequence[Unit], heard: list[Heard]) -> tuple[str, s
     return "computed", "", ""
 
 
-def _replay(task: Task, units: Sequence[Unit], reader: TraceReader, heard: list[Heard]) -> None:
+def _replay(task: Task, units: Sequence[Unit], reader: TraceReader, heard: list[PartAnswers]) -> None:
     """Replay what the units read, and append the answers of their subscribers to `heard`, unit by unit."""
     chains = list(dict.fromkeys(spec for unit in units for spec in unit.chain))
     for question in questions(chains):
         for unit in units:
             if unit.spec == question.spec:
-                measured = _asked(task, unit, question, reader).measured(_share(unit))
+                measured = _asked(task, unit, question, reader).measured(unit)
                 _check_unchanged(unit, identity(question, measured, unit.trace, unit.rank, task.run.ended))
-    _listen(task, units, reader, heard, _share(units[0]))
+    _listen(task, units, reader, heard, units[0])
 
 
-def _listen(task: Task, units: Sequence[Unit], reader: TraceReader, heard: list[Heard], share: Share) -> None:
+def _listen(task: Task, units: Sequence[Unit], reader: TraceReader, heard: list[PartAnswers], share: Share) -> None:
     """Replay a share of the trace through new instances of the subscribers, and append their answers to `heard`."""
     made = {spec: registry.parse(spec) for unit in units for spec in unit.chain}
-    modules = None if share.modules is None else frozenset(share.modules)
-    answers = frozenset(kind for one in made.values() for kind in one.produces)
-    timed = {spec: Timed(one, modules, answers) for spec, one in made.items()}
-    heard += [Heard(unit, made[unit.spec], timed[unit.spec]) for unit in units]
+    heard += [PartAnswers(unit, made[unit.spec]) for unit in units]
+    asked: list[Receiver] = list(made.values())
+    if share.modules is not None:
+        answers = frozenset(kind for one in made.values() for kind in one.produces)
+        asked = [OfModules(one, frozenset(share.modules), answers) for one in made.values()]
     filters, rank = replace(task.filters, steps=share.steps), units[0].rank
     # the plan has checked that the trace has the data; modules that lack it have no answers
     some = len(units) == 1 and share.modules is not None
-    if some and wanted_of(reader, Audience([*timed.values(), *heard]), filters, rank).missing:
+    if some and wanted_of(reader, Audience([*asked, *heard]), filters, rank).missing:
         return
-    replay(reader, *timed.values(), *heard, rank=rank, **asdict(filters))
+    replay(reader, *asked, *heard, rank=rank, **asdict(filters))
 
 
-def _salvage(task: Task, unit: Unit, reader: TraceReader, heard: list[Heard]) -> str:
+def _salvage(task: Task, unit: Unit, reader: TraceReader, heard: list[PartAnswers]) -> str:
     """Replay smaller and smaller shares of a damaged unit, as its scope allows, until only damaged shares fail.
 
     The answers replace those in `heard`. Returns a clause that says what is missing.
@@ -164,7 +164,7 @@ def _salvage(task: Task, unit: Unit, reader: TraceReader, heard: list[Heard]) ->
     waiting = [pieces]
     while waiting:
         some = waiting.pop()
-        said: list[Heard] = []
+        said: list[PartAnswers] = []
         try:
             tries += 1
             _listen(task, (unit,), reader, said, _share_of(unit, some, by_module=by_module))
@@ -177,17 +177,17 @@ def _salvage(task: Task, unit: Unit, reader: TraceReader, heard: list[Heard]) ->
             if not by_module:
                 continue  # a damaged step has no answers; a damaged module keeps those before the damage
         if heard:
-            heard[0].answers.extend(said[0].answers)
+            heard[0].extend(said[0])
         else:
             heard += said
     what = "modules are missing in part" if by_module else "steps are missing"
     return f"; the answers to {lost} of {len(pieces)} {what}"
 
 
-def _pieces(unit: Unit, asked: Asked, *, by_module: bool) -> list[Any]:
+def _pieces(unit: Unit, asked: RankQuestion, *, by_module: bool) -> list[Any]:
     """The pieces that a unit can be cut into: its modules, or its steps."""
     found: set[int] = set()
-    for due, rows, _ in asked.costs(_share(unit)):
+    for due, rows, _ in asked.costs(unit):
         of_row = due.window.journal[rows, Column.STREAM if by_module else Column.GLOBAL_STEP]
         found.update(np.unique(of_row).tolist())
     if not by_module:
@@ -202,18 +202,20 @@ def _share_of(unit: Unit, pieces: Sequence[Any], *, by_module: bool) -> Share:
     return Share(modules=unit.modules, steps=(pieces[0], pieces[-1] + 1, stride_of(unit.steps) or 1))
 
 
-def _compared(task: Task, unit: Unit, one: TraceReader) -> Heard:
+def _compared(task: Task, unit: Unit, one: TraceReader) -> PartAnswers:
     """The answers of a unit that compares two traces, layer by layer."""
     (question,) = questions([unit.spec])
     with TraceReader(unit.other) as other:
         views = one.of_rank(unit.rank), other.of_rank(unit.other_rank)
-        pair = take(views[0], question, task.filters.steps), take(views[1], question, task.filters.steps)
-        places = (unit.trace, unit.rank), (unit.other, unit.other_rank)
-        _check_unchanged(unit, identity_of(*places, question, unit.steps, pair))
+        pair = (
+            take(views[0], unit.trace, question, task.filters.steps),
+            take(views[1], unit.other, question, task.filters.steps),
+        )
+        _check_unchanged(unit, identity_of(*pair, question, unit.steps))
         measure = registry.parse(unit.spec)
-        heard = Heard(unit, measure)
-        heard.answers.add_rows(compare(*views, measure, steps=unit.steps))  # type: ignore[arg-type]
-    return heard
+        answers = PartAnswers(unit, measure)
+        answers.add_rows(compare(*views, measure, steps=unit.steps))  # type: ignore[arg-type]
+    return answers
 
 
 def _check_unchanged(unit: Unit, digest: str) -> None:
@@ -224,94 +226,36 @@ def _check_unchanged(unit: Unit, digest: str) -> None:
         )
 
 
-def _asked(task: Task, unit: Unit, question: Question, reader: TraceReader) -> Asked:
+def _asked(task: Task, unit: Unit, question: Question, reader: TraceReader) -> RankQuestion:
     """What the question of a unit asks of its trace."""
-    return Asked(reader, question, replace(task.filters, steps=unit.steps), unit.rank)
-
-
-def _share(unit: Unit) -> Share:
-    """The share of a unit."""
-    return Share(modules=unit.modules, steps=unit.steps)
+    return RankQuestion(reader, question, replace(task.filters, steps=unit.steps), unit.rank)
 
 
 @final
-class Timed(Around):
-    """Wraps a subscriber, passes it only messages of some modules, and measures its time.
+class OfModules(Around):
+    """Wraps a subscriber, and passes it only messages of some modules.
 
     Parameters
     ----------
     inner : Subscriber
-    modules : set of str or None, optional
-        The modules whose messages the subscriber receives; None for all.
+    modules : set of str or None
+        The modules whose messages the subscriber receives.
     answers : set of str
         The kinds of answers of other subscribers, which the subscriber receives for all modules.
     """
 
-    def __init__(self, inner: Subscriber, modules: Set[Module] | None, answers: Set[str]) -> None:
+    def __init__(self, inner: Subscriber, modules: Set[Module], answers: Set[str]) -> None:
         super().__init__(inner)
-        self.seconds = 0.0
         self._modules, self._answers = modules, answers
 
     def wants(self, kind: str, module: str | None, tag: str | None, step: int | None) -> bool:
-        known = self._modules is None or kind in self._answers or module in self._modules
-        return known and self.inner.wants(kind, module, tag, step)
+        return (kind in self._answers or module in self._modules) and self.inner.wants(kind, module, tag, step)
 
     def strides(self, kind: str, module: str | None, tag: str | None) -> Collection[int] | None:
         return self.inner.strides(kind, module, tag)
 
-    def receive(self, message: Message) -> Iterable[Message]:
-        return self._measured(self.inner.receive(message))
-
-    def receive_many(self, stretch: Stretch) -> Iterable[Stack]:
-        return self._measured(self.inner.receive_many(stretch))
+    def receive_many(self, stretch: Stretch) -> Iterable[Stack] | None:
+        return self.inner.receive_many(stretch)
 
     def can_take_many(self) -> bool:
         return self.inner.can_take_many()
-
-    def finish(self) -> Iterable[Message]:
-        return self._measured(self.inner.finish())
-
-    def _measured(self, answers: Iterable[_Answer] | None) -> tuple[_Answer, ...]:
-        """The answers as a tuple, because a subscriber may compute them lazily, while they are iterated."""
-        began = time.perf_counter()
-        found = tuple(answers or ())
-        self.seconds += time.perf_counter() - began
-        return found
-
-
-@final
-class Heard(Receiver):
-    """Collects the answers of a unit's subscriber.
-
-    Parameters
-    ----------
-    unit : Unit
-    subscriber : Subscriber
-    timed : Timed, optional
-        Measures the subscriber's time in a replay.
-    """
-
-    passive = True
-    name = "results"
-    takes_many = True
-
-    def __init__(self, unit: Unit, subscriber: Subscriber, timed: Timed | None = None) -> None:
-        self.answers = PartAnswers(unit, describe(subscriber))
-        self._kinds = frozenset(subscriber.produces)
-        self._timed = timed
-
-    @property
-    def seconds(self) -> float:
-        """How long the subscriber took; 0 if it was not measured."""
-        return 0.0 if self._timed is None else self._timed.seconds
-
-    def wants(self, kind: str, module: str | None, tag: str | None, step: int | None) -> bool:
-        return kind in self._kinds
-
-    def receive(self, message: Message) -> Iterable[Message]:
-        self.answers.add(message)
-        return ()
-
-    def receive_many(self, stretch: Stretch) -> Iterable[Stack]:
-        self.answers.add_many(stretch)
-        return ()

@@ -1,23 +1,122 @@
-"""The values that a batch consists of: units, tasks, outcomes and failures.
+"""The values that a batch consists of: questions, units, tasks, outcomes and failures.
 
-A `Unit` is the share of one subscriber in one trace that is computed and stored as a whole. Its id is a digest of
-everything that its answers depend on, so that a stored unit need not be computed again. A `Task` groups units that read
-the same messages, so that a worker reads these once.
+A `Question` is a subscriber that runs on every trace. A `Unit` is the share of one subscriber in one trace that is
+computed and stored as a whole. Its id is a digest of everything that its answers depend on, so that a stored unit need
+not be computed again. A `Task` groups units that read the same messages, so that a worker reads these once.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
-from tracer.errors import TracerError
+from analyze import registry
+from tracer.errors import CaptureError, MessageError, TracerError
+from tracer.messaging.receiver import Scope, describe, refusal
+from tracer.messaging.subscriber import Subscriber
 from tracer.replaying.filters import Filters
 from tracer.secrets import masked_text
 from tracer.trace.reader import TraceReader
 from tracer.trace.selection import Steps
+
+KNOWN_SCOPES: Final = ("message", "stream", "step")
+"""The scopes that let the work on a trace be cut."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Question:
+    """A subscriber that runs on every trace, with the subscribers whose answers it takes.
+
+    Attributes
+    ----------
+    spec : str
+    chain : tuple of str
+        The specs of the producers, and last that of the subscriber itself.
+    scope : Scope
+        The widest in the chain.
+    identity : list
+        The classes of the chain and their versions.
+    receivers : tuple of Subscriber
+        The subscribers of the chain, used for planning only: they receive no messages.
+    """
+
+    spec: str
+    chain: tuple[str, ...]
+    scope: Scope
+    identity: list[list[str]]
+    receivers: tuple[Subscriber, ...]
+
+    def document(self) -> dict[str, Any]:
+        """The question as JSON values, for manifests."""
+        return {"spec": self.spec, "chain": list(self.chain), "scope": self.scope, "identity": self.identity}
+
+
+def questions(specs: Iterable[str]) -> list[Question]:
+    """A question for each subscriber; the chain has the other given subscribers whose answers it takes.
+
+    Raises
+    ------
+    MessageError
+        If a subscriber is not given as text: each part of the work makes its own instance.
+    UnknownNameError, TracerError
+        What `analyze.parse` raises.
+    CaptureError
+        If there is no subscriber, if a subscriber needs the model, if subscribers need each other in a circle, or if
+        two produce what a third needs.
+    """
+    made: dict[str, Subscriber] = {}
+    for spec in specs:
+        if not isinstance(spec, str):
+            raise MessageError(
+                "a batch takes subscribers as text, because each part of the work makes its own: write 'norm:order=1' "
+                f"or 'path/to/file.py:{type(spec).__name__}', and not an instance"
+            )
+        made.setdefault(registry.canonical(spec), registry.parse(spec))
+    if not made:
+        raise CaptureError("a batch needs at least one subscriber, but got none")
+    refused = [refusal(describe(one)) for one in made.values() if one.needs_model]
+    if refused:
+        raise CaptureError("; ".join(refused))
+    asked = []
+    for spec in made:
+        chain = _chain(spec, made, ())
+        asked.append(
+            Question(
+                spec=spec,
+                chain=chain,
+                scope=_widest(made[one].scope for one in chain),
+                identity=[[one, *registry.origin(one)] for one in chain],
+                receivers=tuple(made[one] for one in chain),
+            )
+        )
+    return asked
+
+
+def _chain(spec: str, made: Mapping[str, Subscriber], consumers: tuple[str, ...]) -> tuple[str, ...]:
+    """A subscriber, preceded by its producers; `consumers` are the subscribers that take its answers."""
+    if spec in consumers:
+        circle = ", ".join(consumers[consumers.index(spec) :])
+        raise CaptureError(f"these need each other's answers in a circle: {circle}")
+    chain: dict[str, None] = {}
+    for kind in sorted(made[spec].needs):
+        producers = [other for other, one in made.items() if other != spec and kind in one.produces]
+        if len(producers) > 1:
+            raise CaptureError(f"{spec} needs {kind}, which {' and '.join(producers)} produce: ask one of them")
+        for producer in producers:
+            chain.update(dict.fromkeys(_chain(producer, made, (*consumers, spec))))
+    return (*chain, spec)
+
+
+def _widest(scopes: Iterable[str]) -> Scope:
+    """The narrowest scope that includes all scopes of a chain."""
+    found = {scope if scope in KNOWN_SCOPES else "everything" for scope in scopes} - {"message"}
+    if not found:
+        return "message"
+    return "stream" if found == {"stream"} else "step" if found == {"step"} else "everything"
+
 
 SCHEMA: Final = 3
 """Raised whenever the format of part files changes, so that parts of another release are not reused."""
@@ -33,7 +132,23 @@ def stride_of(steps: Steps | None) -> int | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Unit:
+class Share:
+    """A part of what a subscriber reads of a trace.
+
+    Attributes
+    ----------
+    modules : tuple of (str or None), or None
+        The modules whose observed messages are read (None among them is the network); None for all modules.
+    steps : (start, stop, stride) or None
+        The global steps that are read; None for all.
+    """
+
+    modules: tuple[Module, ...] | None = None
+    steps: Steps | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit(Share):
     """The share of one subscriber in one trace that is computed and stored as a whole.
 
     Attributes
@@ -48,10 +163,6 @@ class Unit:
         The subscribers whose answers `spec` takes, producers first, and `spec` itself.
     trace : str
     rank : int
-    modules : tuple of (str or None), or None
-        The modules whose observed messages are read (None among them is the network); None for all modules.
-    steps : (start, stop, stride) or None
-        The global steps that are read; None for all.
     messages, bytes : int
         The numbers of messages and bytes that are read.
     other : str
@@ -65,8 +176,6 @@ class Unit:
     chain: tuple[str, ...]
     trace: str
     rank: int
-    modules: tuple[Module, ...] | None
-    steps: Steps | None
     messages: int
     bytes: int
     other: str = ""
@@ -84,7 +193,7 @@ class Unit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class PlannedRun:
     """The description of a trace in a plan; the run's id, creation time and status go into each row of the answers."""
 
     trace: str
@@ -96,7 +205,7 @@ class Run:
     problems: tuple[str, ...]
 
     @classmethod
-    def of(cls, path: str, reader: TraceReader) -> Run:
+    def of(cls, path: str, reader: TraceReader) -> PlannedRun:
         """The run of an open trace."""
         header = reader.header
         return cls(
@@ -115,9 +224,9 @@ class Run:
         status = self.status.partition(":")[0]
         return status if status in ("finished", "failed") else "unfinished"
 
-    def beside(self, other: Run) -> Run:
+    def beside(self, other: PlannedRun) -> PlannedRun:
         """A pair of compared runs as one run: the values of both, separated by a bar."""
-        return Run(
+        return PlannedRun(
             trace=f"{self.trace}|{other.trace}",
             run_id=f"{self.run_id}|{other.run_id}",
             created=f"{self.created}|{other.created}",
@@ -129,7 +238,7 @@ class Run:
 
 
 class Outcome(NamedTuple):
-    """The result of a unit: its status is ``"computed"``, or a status of `Failure`."""
+    """The result of a unit: its status is ``"computed"``, or a status of `UnitFailure`."""
 
     unit: str
     status: str
@@ -139,8 +248,15 @@ class Outcome(NamedTuple):
     traceback: str = ""
 
 
+class Receipt(NamedTuple):
+    """What a worker did: the outcomes of the units of a task, and the machine and process."""
+
+    outcomes: list[Outcome]
+    where: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
+class UnitFailure:
     """A question that could not be answered, and why; secrets are masked (see `tracer.secrets`).
 
     Attributes
@@ -172,7 +288,7 @@ class Failure:
     traceback: str = ""
 
     @classmethod
-    def of(cls, unit: Unit, outcome: Outcome, where: str) -> Failure:
+    def of(cls, unit: Unit, outcome: Outcome, where: str) -> UnitFailure:
         """The failure of a unit that was not computed."""
         return cls(
             trace=unit.title,
@@ -194,9 +310,9 @@ class Failure:
 class TracePlan:
     """The units to compute for one trace, and its failures; `run` is None if the trace cannot be opened."""
 
-    run: Run | None
+    run: PlannedRun | None
     units: list[Unit] = field(default_factory=list)
-    failures: list[Failure] = field(default_factory=list)
+    failures: list[UnitFailure] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,7 +320,7 @@ class Task:
     """Units that a worker computes in one pass over a trace."""
 
     units: tuple[Unit, ...]
-    run: Run
+    run: PlannedRun
     filters: Filters
 
     @property
@@ -215,23 +331,6 @@ class Task:
     def only(self, *units: Unit) -> Task:
         """The same task with the given units only."""
         return replace(self, units=units)
-
-    def document(self) -> dict[str, Any]:
-        """The task as JSON values, which `of` reads."""
-        return asdict(self)
-
-    @classmethod
-    def of(cls, document: Mapping[str, Any]) -> Task:
-        """The task that `document` describes."""
-        return cls(
-            units=tuple(Unit(**_with_tuples(one)) for one in document["units"]),
-            run=Run(**_with_tuples(document["run"])),
-            filters=Filters(**_with_tuples(document["filters"])),
-        )
-
-
-def _with_tuples(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
 
 def sentence_of(error: Exception) -> str:

@@ -1,19 +1,36 @@
-"""Runs the tasks of a batch on an engine."""
+"""Runs the tasks of a batch: chooses the engine, retries tasks whose worker died, and counts the outcomes."""
 
 from __future__ import annotations
 
+import contextlib
+import sys
+import time
+from collections import deque
 from collections.abc import Mapping
-from typing import Any, final
+from concurrent.futures import FIRST_COMPLETED, wait
+from importlib.util import find_spec
+from typing import Any, Final, final
 
+from analyze import registry
 from analyze.batching.batch_plan import BatchPlan, Progress
-from analyze.batching.engines import Death, Engine
+from analyze.batching.engines import Engine, Inline, Processes, Running, cores
 from analyze.batching.folder import Folder
-from analyze.batching.units import Failure, Outcome, Task, Unit
+from analyze.batching.units import Outcome, Task, Unit, UnitFailure
+from tracer.stores.locations import Url, location
+
+HERE_SECONDS: Final = 2.0
+"""How long this process computes small tasks before it starts workers, which takes about as long."""
+SMALL: Final = 16 << 20
+"""The bytes that a small task reads, at most."""
+MESSAGE_BYTES: Final = 10_000
+"""A message takes about as long as reading so many bytes."""
+LOOK_SECONDS: Final = 10.0
+"""The interval at which this process checks, while it waits for a task, that the engine still works."""
 
 
 @final
 class Work:
-    """Runs the tasks of a plan, retries tasks whose worker died, and counts the outcomes.
+    """Runs the tasks of a plan.
 
     Parameters
     ----------
@@ -27,12 +44,10 @@ class Work:
 
     Attributes
     ----------
-    failures : list of Failure
+    failures : list of UnitFailure
         What could not be answered, including the failures of planning.
     complete : set of str
         The ids of the units that were computed so far.
-    parts : int
-        The number of all units to compute.
     seconds : dict of str to list
         For each subscriber: the seconds, the bytes and the number of computed parts.
     """
@@ -41,65 +56,74 @@ class Work:
         self.failures = list(planned.failures)
         self.complete: set[str] = set()
         self.seconds: dict[str, list[float]] = {}
-        self.parts = sum(len(task.units) for task in planned.tasks)
-        self._planned, self._folder, self._say, self._force = planned, folder, say, force
+        self._folder, self._say, self._force = folder, say, force
+        self._parts = sum(len(task.units) for task in planned.tasks)
         self._done = self._failed = 0
-        self._tasks: dict[str, Task] = {}
+        self._waiting = deque(planned.tasks)
+        # tasks to retry, each with no other beside it, when all other tasks are done
+        self._alone: deque[Task] = deque()
         self._tried: set[str] = set()
-        # tasks to retry alone, when all other tasks are done
-        self._later: list[Task] = []
+
+    def run_here(self) -> None:
+        """Compute small tasks in this process, the smallest first, for `HERE_SECONDS`."""
+        began = time.monotonic()
+        with contextlib.closing(Inline()) as engine:
+            while self._waiting and is_small(self._waiting[-1]) and time.monotonic() - began < HERE_SECONDS:
+                task = self._waiting.pop()
+                self._take(engine, task, self._submit(engine, task))
 
     @property
     def computed(self) -> int:
         """The number of computed units so far."""
         return len(self.complete)
 
+    @property
+    def left(self) -> int:
+        """The number of tasks that are neither done nor failed."""
+        return len(self._waiting) + len(self._alone)
+
     def run(self, engine: Engine) -> None:
-        """Compute all tasks."""
-        for task in self._planned.tasks:
-            self._submit(engine, task)
-        while self._tasks or self._later:
-            if not self._tasks:
-                self._submit(engine, self._later.pop(0))
-            key, found = engine.next_done()
-            task = self._tasks.pop(key)
-            if isinstance(found, Death):
-                self._mourn(engine, task, found)
-            else:
-                self._take(task, found)
+        """Compute all tasks that are left."""
+        running: dict[Running, Task] = {}
+        while self.left or running:
+            while self._waiting and len(running) < engine.room:
+                task = self._waiting.popleft()
+                running[self._submit(engine, task)] = task
+            if not running:
+                task = self._alone.popleft()
+                running[self._submit(engine, task)] = task
+            done, _ = wait(running, LOOK_SECONDS, FIRST_COMPLETED)
+            if not done:
+                engine.check()
+            for one in done:
+                self._take(engine, running.pop(one), one)
 
-    def _submit(self, engine: Engine, task: Task) -> None:
-        key = task.units[0].id
-        self._tasks[key] = task
-        engine.submit(key, {"task": task.document(), "out": str(self._folder), "replace": self._force})
+    def _submit(self, engine: Engine, task: Task) -> Running:
+        return engine.submit(task, str(self._folder), self._force)
 
-    def _mourn(self, engine: Engine, task: Task, death: Death) -> None:
-        """Retry a task whose worker died: each unit by itself; a single unit once more, alone if `death` says so."""
-        tried = task.units[0].id in self._tried
-        if len(task.units) > 1:
-            self._say({"event": "retry", "trace": task.run.trace, "reason": death.reason, "parts": len(task.units)})
-            for unit in task.units:
-                self._submit(engine, task.only(unit))
-        elif death.again and not tried:
-            self._tried.add(task.units[0].id)
-            self._say({"event": "retry", "trace": task.run.trace, "reason": death.reason, "parts": 1})
-            if death.alone:
-                self._later.append(task)
-            else:
-                self._submit(engine, task)
-        else:
-            reason = death.reason + (", twice" if tried else "")
-            self._count(task.units[0], Outcome(task.units[0].id, "killed", reason=reason))
-
-    def _take(self, task: Task, receipt: Mapping[str, Any]) -> None:
-        """Count the outcomes of the units of a task."""
+    def _take(self, engine: Engine, task: Task, running: Running) -> None:
+        """Count the outcomes of the units of a task that is done; retry it if it has none."""
+        receipt = engine.receipt(running)
+        if isinstance(receipt, str):
+            self._retry(task, receipt, self._alone if engine.blames_all else self._waiting)
+            return
         units = {unit.id: unit for unit in task.units}
-        for outcome in (Outcome(**one) for one in receipt["outcomes"]):
+        for outcome in receipt.outcomes:
             unit = units[outcome.unit]
             spent = self.seconds.setdefault(unit.spec, [0.0, 0.0, 0.0])
             for place, amount in enumerate((outcome.seconds, unit.bytes, 1)):
                 spent[place] += amount
-            self._count(unit, outcome, receipt["where"])
+            self._count(unit, outcome, receipt.where)
+
+    def _retry(self, task: Task, reason: str, tasks: deque[Task]) -> None:
+        """Retry a task whose worker died: each unit by itself, once."""
+        (first, *others) = task.units
+        if not others and first.id in self._tried:
+            self._count(first, Outcome(first.id, "killed", reason=f"{reason}, twice"))
+            return
+        self._say({"event": "retry", "trace": task.run.trace, "reason": reason, "parts": len(task.units)})
+        self._tried |= {unit.id for unit in task.units}
+        tasks += [task.only(unit) for unit in task.units]
 
     def _count(self, unit: Unit, outcome: Outcome, where: str = "") -> None:
         """Count a finished unit, and report it."""
@@ -108,7 +132,7 @@ class Work:
             self.complete.add(unit.id)
         else:
             self._failed += 1
-            self.failures.append(Failure.of(unit, outcome, where))
+            self.failures.append(UnitFailure.of(unit, outcome, where))
         event = {
             "event": "part",
             "id": unit.id,
@@ -121,6 +145,67 @@ class Work:
             "bytes": unit.bytes,
             "done": self._done,
             "failed": self._failed,
-            "parts": self.parts,
+            "parts": self._parts,
         }
         self._say(event | ({"reason": outcome.reason} if outcome.reason else {}))
+
+
+def engine_of(
+    planned: BatchPlan, workers: int | None, scheduler: Any, slurm: Mapping[str, Any] | None, memory: int | None
+) -> Engine:
+    """The engine that the arguments of `analyze.batch` choose."""
+    if scheduler is not None or slurm is not None:
+        from analyze.batching import clusters
+
+        if slurm is not None:
+            scheduler = clusters.slurm({**({} if workers is None else {"jobs": workers}), **slurm})
+        return clusters.Dask(scheduler, workers, memory)
+    if workers == 0:
+        return Inline()
+    return Processes(min(cores() if workers is None else workers, len(planned.tasks)), memory, _modules(planned))
+
+
+def _modules(planned: BatchPlan) -> list[str]:
+    """The modules of this project that workers need, to be imported once for all workers.
+
+    Without pyarrow, which starts a thread when it is imported; each worker imports it itself in less than 0.1 s.
+    """
+    classes = {type(one).__module__ for question in planned.asked for one in question.receivers}
+    stores = ("tracer.stores.zarr.store", "tracer.stores.hdf5.store")
+    ours = {name for name in classes if name.partition(".")[0] == "analyze"}
+    return [*sorted(ours), *(name for name in stores if name in sys.modules)]
+
+
+def is_small(task: Task) -> bool:
+    """Whether a task is likely to take less time than starting workers."""
+    return sum(unit.bytes + MESSAGE_BYTES * unit.messages for unit in task.units) <= SMALL
+
+
+def is_for_here(planned: BatchPlan) -> bool:
+    """Whether this process may compute small tasks: safely, and with bitwise the answers of workers.
+
+    Only metrics and rules of this project, on local traces: others may print, crash or change global state.
+    """
+    return (
+        all(registry.is_ours(spec) for question in planned.asked for spec in question.chain)
+        and not any(isinstance(location(task.run.trace), Url) for task in planned.tasks)
+        and find_spec("threadpoolctl") is not None
+        and is_as_workers_are()
+    )
+
+
+def is_as_workers_are() -> bool:
+    """Whether all global settings that may change an answer have the values of a fresh process."""
+    import numpy as np
+    import torch
+
+    return (
+        torch.get_default_dtype() == torch.float32
+        and torch.empty(0).device.type == "cpu"
+        and not torch.is_autocast_enabled("cpu")
+        and not torch.is_inference_mode_enabled()
+        and not torch.are_deterministic_algorithms_enabled()
+        and torch.get_float32_matmul_precision() == "highest"
+        and float(torch.tensor(1e-40) * 1) != 0.0  # denormal numbers are not flushed
+        and np.geterr() == {"divide": "warn", "over": "warn", "under": "ignore", "invalid": "warn"}
+    )

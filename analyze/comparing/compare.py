@@ -8,14 +8,14 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from analyze.comparing.ranks import both_ranks, none_in_both
+from analyze.comparing.matching import both_ranks, none_in_both
 from analyze.metrics.similarity.similarity import Origin, Similarity
 from analyze.registry import instances
 from analyze.tables.results import Results
 from tracer.errors import CaptureError, MessageError
 from tracer.messaging.messages import Message
 from tracer.messaging.subscriber import unmet
-from tracer.replaying.audience import Audience
+from tracer.replaying.filters import Audience
 from tracer.replaying.plan import opened
 from tracer.stores.locations import Anywhere
 from tracer.trace.reader import TraceReader

@@ -12,14 +12,10 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from analyze.comparing.amounts import Amount, amount
-from analyze.comparing.difference import Difference, Parting, StreamDifference, Uncompared
-from analyze.comparing.kept import Summaries, differing
-from analyze.comparing.matching import KEPT, Arrays, Matched, Name, Rows, first_of, values_of_pairs
+from analyze.comparing.amounts import HASH, STATISTICS, Amount, Summaries, Way, amount, differing, sampled, ways_of
+from analyze.comparing.difference import Difference, Parting, StreamDifference, StructureDifference, Uncompared
+from analyze.comparing.matching import INPUT, KEPT, Arrays, Matched, Name, Rows, Samples, first_of, values_of_pairs
 from analyze.comparing.noise import Judgement, Observed
-from analyze.comparing.samples import INPUT, Samples
-from analyze.comparing.structure import StructureDifference
-from analyze.comparing.ways import HASH, STATISTICS, Way, sampled, ways_of
 from tracer.errors import CaptureError
 from tracer.format.journal import NONE, Column
 from tracer.trace.reader import TraceReader
@@ -123,17 +119,14 @@ class Comparison:
 
     def _compare_data(self, rows: Rows) -> None:
         """Read and compare the data of the given rows of both traces."""
-        names, samples = self.matched.name_of[0], self.samples
-        for row, both in values_of_pairs(self.readers, rows):
-            alike = both if samples is None else self._aligned(samples, row, both)
-            if isinstance(alike, str):
-                self._refuse(row, alike)
+        for row, both in self._read(rows, self.samples):
+            if isinstance(both, str):
+                self._refuse(row, both)
                 continue
-            mine, theirs = alike
-            number = int(names[row])
-            if self.with_norms and self.matched.names[number].kind in (*UPDATED, *UPDATED.values()):
+            mine, theirs = both
+            if self.with_norms and self._name(row).kind in (*UPDATED, *UPDATED.values()):
                 self._weigh(row, mine)
-            tally = self.tallies[number]
+            tally = self.tallies[int(self.matched.name_of[0][row])]
             tally.compared += 1
             found = amount(mine, theirs, self.rtol, self.atol)
             self._note(row, found)
@@ -142,10 +135,15 @@ class Comparison:
                 first = parting if found.beyond else None
                 tally.differs(parting, first, int(self.place[row]), parted=found.beyond)
 
-    def _aligned(self, samples: Samples, row: int, both: Arrays) -> Arrays | str:
-        """The data of the samples that both batches have; or a sentence why it cannot be aligned."""
-        name = self.matched.names[int(self.matched.name_of[0][row])]
-        return samples.aligned(name, int(self.readers[0].journal[row, Column.GLOBAL_STEP]), *both)
+    def _read(self, rows: Rows, samples: Samples | None) -> Iterator[tuple[int, Arrays | str]]:
+        """The rows of A with both arrays, of the samples that both have; or a sentence why they cannot be aligned."""
+        for row, both in values_of_pairs(self.readers, rows):
+            step = int(self.readers[0].journal[row, Column.GLOBAL_STEP])
+            yield row, both if samples is None else samples.aligned(self._name(row), step, *both)
+
+    def _name(self, row: int) -> Name:
+        """The name of the stream of a row of A."""
+        return self.matched.names[int(self.matched.name_of[0][row])]
 
     def _compare_kept(self, pairs: NDArray[np.int64], way: Way) -> None:
         """Compare messages by their hashes or statistics."""
@@ -195,9 +193,8 @@ class Comparison:
 
     def _weigh(self, row: int, data: NDArray[Any]) -> None:
         line = self.readers[0].journal[row]
-        name = self.matched.names[int(self.matched.name_of[0][row])]
         norm = float(np.linalg.norm(data.astype(np.float64).reshape(-1)))
-        self.norms[name, int(line[Column.GLOBAL_STEP]), int(line[Column.CALL])] = norm
+        self.norms[self._name(row), int(line[Column.GLOBAL_STEP]), int(line[Column.CALL])] = norm
 
     def roundings(self, epsilon: NDArray[np.float64]) -> NDArray[np.float64]:
         """The relative error of each update of A that comes from rounding the weights; 0 for other messages.
@@ -211,7 +208,7 @@ class Comparison:
         found = np.zeros(len(journal))
         numbers = [number for number, name in enumerate(self.matched.names) if name.kind in UPDATED]
         for row in np.flatnonzero(np.isin(names, numbers)).tolist():
-            name = self.matched.names[int(names[row])]
+            name = self._name(row)
             at = int(journal[row, Column.GLOBAL_STEP]), int(journal[row, Column.CALL])
             update = self.norms.get((name, *at), 0.0)
             weight = self.norms.get((replace(name, kind=UPDATED[name.kind]), *at), 0.0)
@@ -258,10 +255,9 @@ class Comparison:
             at = np.isin(journal[self.matched.rows[0], Column.GLOBAL_STEP], journal[rows[0], Column.GLOBAL_STEP])
             chosen = (at & np.isin(names[self.matched.rows[0]], inputs)) | np.isin(self.matched.rows[0], rows[0])
             rows = (self.matched.rows[0][chosen], self.matched.rows[1][chosen])
-        for row, both in values_of_pairs(self.readers, rows):
-            alike = both if samples is None else self._aligned(samples, row, both)
-            if row in wanted and not isinstance(alike, str):
-                found = amount(*alike, self.rtol, self.atol)
+        for row, both in self._read(rows, samples):
+            if row in wanted and not isinstance(both, str):
+                found = amount(*both, self.rtol, self.atol)
                 assert found is not None
                 yield row, found
 
@@ -287,8 +283,8 @@ class Comparison:
 
     def _parting(self, row: int, found: Amount) -> Parting:
         line = self.readers[0].journal[row]
-        name = self.matched.names[int(self.matched.name_of[0][row])]
-        return Parting(name, int(line[Column.GLOBAL_STEP]), int(line[Column.CALL]), int(line[Column.EPOCH]), found)
+        step, call, epoch = (int(line[column]) for column in (Column.GLOBAL_STEP, Column.CALL, Column.EPOCH))
+        return Parting(self._name(row), step, call, epoch, found)
 
     # -- results --------------------------------------------------------------------------------------------------
 
@@ -312,7 +308,7 @@ class Comparison:
         back = np.flatnonzero(order & (np.diff(self._column(0, Column.GLOBAL_STEP)) == 0))
         if len(back):
             pair = self.matched.rows[0][back[0]], self.matched.rows[0][back[0] + 1]
-            names = [str(self.matched.names[int(self.matched.name_of[0][row])]) for row in pair]
+            names = [str(self._name(row)) for row in pair]
             step = int(self.readers[0].journal[pair[1], Column.GLOBAL_STEP])
             found.append(
                 StructureDifference(

@@ -8,7 +8,31 @@ from typing import Any
 
 from analyze.comparing.amounts import Amount
 from analyze.comparing.matching import Name
-from analyze.comparing.structure import StructureDifference
+from analyze.rules.finding import json_of
+
+
+@dataclass(frozen=True, slots=True)
+class StructureDifference:
+    """A difference between the headers or the tables of two traces.
+
+    Attributes
+    ----------
+    what : str
+        What differs: ``"module"``, ``"parameter"``, ``"version"``, ``"seed"``, ``"argv"`` and so on.
+    name : str
+        The name of what differs; empty if there is only one of it.
+    one, other : JSON value
+        The value in each trace; None if it has none.
+    """
+
+    what: str
+    name: str
+    one: Any
+    other: Any
+
+    def as_json(self) -> dict[str, Any]:
+        """The difference in JSON values."""
+        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,20 +69,9 @@ class Parting:
     def as_json(self) -> dict[str, Any]:
         """The message and its difference in JSON values."""
         amount = self.amount
-        found: dict[str, Any] = {
-            "step": self.step,
-            "epoch": self.epoch,
-            **asdict(self.name),
-            "call": self.call,
-            "elements": amount.elements,
-            "of": amount.of,
-            "largest": amount.largest,
-            "relative": amount.relative,
-            "place": list(amount.place),
-            "one": _plain(amount.here),
-            "other": _plain(amount.there),
-            "beyond": amount.beyond,
-        }
+        found = json_of(self, "step", "epoch") | asdict(self.name) | {"call": self.call}
+        found |= json_of(amount, "elements", "of", "largest", "relative", "place")
+        found |= {"one": _plain(amount.here), "other": _plain(amount.there), "beyond": amount.beyond}
         if amount.by != "data":
             found |= {"by": amount.by, "statistics": {name: [a, b] for name, a, b in amount.statistics}}
         if amount.shapes is not None:
@@ -92,14 +105,7 @@ class StreamDifference:
 
     def as_json(self) -> dict[str, Any]:
         """The stream in JSON values."""
-        return {
-            **asdict(self.name),
-            "compared": self.compared,
-            "differing": self.differing,
-            "parted": self.parted,
-            "first": None if self.first is None else self.first.as_json(),
-            "largest": self.largest.as_json(),
-        }
+        return asdict(self.name) | json_of(self, "compared", "differing", "parted", "first", "largest")
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,30 +263,9 @@ class Difference:
 
     def as_json(self) -> dict[str, Any]:
         """The result in JSON values."""
-        return {
-            "one": self.one,
-            "other": self.other,
-            "verdict": self.verdict,
-            "identical": self.identical,
-            "parted": self.parted,
-            "complete": self.complete,
-            "compared": self.compared,
-            "by_hash": self.by_hash,
-            "by_statistics": self.by_statistics,
-            "undecided": self.undecided,
-            "differing": self.differing,
-            "parted_messages": self.parted_messages,
-            "compared_streams": self.compared_streams,
-            "steps": None if self.steps is None else list(self.steps),
-            "tolerance": self.tolerance,
-            "first": None if self.first is None else self.first.as_json(),
-            "streams": [one.as_json() for one in self.streams],
-            "structure": [one.as_json() for one in self.structure],
-            "uncompared": [one.as_json() for one in self.uncompared],
-            "likely_renamings": [list(one) for one in self.likely_renamings],
-            "margins": dict(self.margins),
-            "remarks": list(self.remarks),
-        }
+        names = "one other verdict identical parted complete compared by_hash by_statistics undecided differing"
+        more = "parted_messages compared_streams steps tolerance first streams structure uncompared likely_renamings"
+        return json_of(self, *names.split(), *more.split(), "margins", "remarks")
 
 
 def counted(count: int, what: str) -> str:

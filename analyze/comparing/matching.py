@@ -1,21 +1,129 @@
-"""Matches the messages of two traces, from their journals alone."""
+"""Matches the messages of two traces, from their journals alone, and the rows of their batches by their samples."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Final, TypeAlias
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, TypeAlias, final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from analyze.comparing.ranks import both_ranks
-from analyze.comparing.renaming import Renaming
+from tracer.errors import CaptureError, did_you_mean
 from tracer.format.journal import NONE, Column
 from tracer.messaging.messages import kept_of
 from tracer.replaying.filters import Filters
 from tracer.trace.reader import TraceReader
 from tracer.trace.streams import StreamInfo, stream_name
+
+
+def both_ranks(one: Iterable[int], other: Iterable[int]) -> list[tuple[int, int]]:
+    """The pairs of ranks to compare: ranks of the same number, or the only rank of each run, whatever its number."""
+    mine, theirs = list(one), list(other)
+    if len(mine) == len(theirs) == 1:
+        return [(mine[0], theirs[0])]
+    return [(rank, rank) for rank in mine if rank in theirs]
+
+
+def none_in_both(one: object, mine: Iterable[int], other: object, theirs: Iterable[int]) -> str:
+    """The reason why two runs without a common rank cannot be compared; `mine` and `theirs` are their ranks."""
+    ranks = [", ".join(map(str, some)) for some in (mine, theirs)]
+    return f"what is compared is in {one} of the ranks {ranks[0]}, in {other} of {ranks[1]}: none is in both"
+
+
+@final
+@dataclass(frozen=True)
+class Renaming:
+    """Maps the names of modules in the first run to those in the second.
+
+    Parameters
+    ----------
+    rules : tuple of (str, str)
+        ``(old, new)``: dotted paths, or beginnings of dotted paths. ``*`` in `old` matches anything; the n-th ``*`` of
+        `new` stands for what the n-th ``*`` of `old` matched. The first rule that matches counts. An empty path is the
+        root, so ``("", "model")`` moves everything below `model`, and ``("model", "")`` undoes that.
+
+    Examples
+    --------
+    >>> renaming = Renaming((("blocks.*.attn", "layers.*.attention"), ("head", "classifier")))
+    >>> renaming("blocks.3.attn.query"), renaming("head"), renaming("headless")
+    ('layers.3.attention.query', 'classifier', 'headless')
+    """
+
+    rules: tuple[tuple[str, str], ...] = ()
+    _compiled: list[tuple[re.Pattern[str], str]] = field(default_factory=list, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for old, new in self.rules:
+            if new.count("*") > old.count("*"):
+                raise CaptureError(f"{old}={new} cannot rename: {new!r} has more * than {old!r}")
+            wild = "(.*)".join(map(re.escape, old.split("*")))
+            pattern = rf"{wild}(?P<rest>\..*)?" if old else r"(?P<rest>.*)"
+            self._compiled.append((re.compile(pattern, re.DOTALL), new))
+
+    @classmethod
+    def of(cls, rename: Renaming | Mapping[str, str] | Iterable[str] | str | None) -> Renaming:
+        """A renaming from a mapping of old to new names, or from ``old=new`` texts.
+
+        Raises
+        ------
+        CaptureError
+            If a text has no ``=``, or a rule has more ``*`` in its new name than in the old.
+        """
+        if rename is None:
+            return cls()
+        if isinstance(rename, Renaming):
+            return rename
+        if isinstance(rename, Mapping):
+            return cls(tuple(rename.items()))
+        rules = []
+        for text in [rename] if isinstance(rename, str) else rename:
+            old, equals, new = text.partition("=")
+            if not equals:
+                raise CaptureError(f"a renaming is OLD=NEW, such as encoder=enc or blocks.*=layers.*, not {text!r}")
+            rules.append((old, new))
+        return cls(tuple(rules))
+
+    def __call__(self, name: str) -> str:
+        """The name in the second run of a module of the first run."""
+        for pattern, new in self._compiled:
+            found = pattern.fullmatch(name)
+            if found is not None:
+                return _renamed(found, new)
+        return name
+
+    def check(self, names: Iterable[str]) -> None:
+        """Check that each rule matches a module of the first run, and that no two modules get the same name.
+
+        Raises
+        ------
+        CaptureError
+            If not.
+        """
+        known = sorted(set(names))
+        for (old, new), (pattern, _) in zip(self.rules, self._compiled, strict=True):
+            if not any(pattern.fullmatch(name) for name in known):
+                raise CaptureError(
+                    f"{old}={new} renames nothing: no module is called {old!r}{did_you_mean(old, known)}"
+                )
+        taken: dict[str, str] = {}
+        for name in known:
+            if name == "":  # another module may replace the root
+                continue
+            new = self(name)
+            if new in taken:
+                raise CaptureError(f"{taken[new]!r} and {name!r} would both be called {new!r} in the other run")
+            taken[new] = name
+
+
+def _renamed(found: re.Match[str], new: str) -> str:
+    *stood, rest = found.groups()
+    pieces = new.split("*")
+    path = pieces[0] + "".join(part + piece for part, piece in zip(stood, pieces[1:], strict=False))
+    rest = (rest or "").removeprefix(".")
+    return ".".join(part for part in (path, rest) if part)
+
 
 KEPT: Final = ("data", "hash", "statistics")
 """What a trace may hold of a message, in the order of the columns of `Matched.kept`."""
@@ -236,3 +344,99 @@ def values_of_pairs(readers: tuple[TraceReader, TraceReader], rows: Rows) -> Ite
                 waiting[number] = data.copy()  # a view would keep the whole block in memory
         assert mine is not None
         yield row, (mine, found)
+
+
+INPUT: Final = "input_data"
+_FORWARD: Final = (INPUT, "input_labels", "network_output", "activations", "layer_inputs")
+_BACKWARD: Final = ("layer_gradients", "input_gradients")
+HAVE_SAMPLES: Final = (*_FORWARD, *_BACKWARD)
+"""The kinds whose first axis is the samples of a batch."""
+_FLATTENED: Final = ("network_output", "input_labels")
+"""Kinds whose first axis may be the samples and their positions, flattened for a loss."""
+
+
+@dataclass(frozen=True, slots=True)
+class _SameRows:
+    """The rows of two batches that are of the same samples; `sizes` has the sizes of both batches."""
+
+    one: NDArray[np.int64]
+    other: NDArray[np.int64]
+    sizes: tuple[int, int]
+
+    @property
+    def same(self) -> bool:
+        """Whether both batches have the same samples in the same order."""
+        n = len(self.one)
+        return self.sizes == (n, n) and bool((self.other == np.arange(n)).all())
+
+
+@final
+@dataclass
+class Samples:
+    """Aligns the data of two runs by samples: rows of a batch whose `input_data` is bitwise equal.
+
+    It must receive the pairs of messages in their order of observation. Samples that occur several times in a batch are
+    matched in their order.
+
+    Attributes
+    ----------
+    left_out : list of int, two numbers
+        For each trace, the number of rows of its batches that the batches of the other trace lack.
+    """
+
+    left_out: list[int] = field(default_factory=lambda: [0, 0])
+    _batches: dict[tuple[int, str], list[_SameRows]] = field(default_factory=dict)
+    _step: int = -1
+
+    def aligned(
+        self, name: Name, step: int, one: NDArray[Any], other: NDArray[Any]
+    ) -> tuple[NDArray[Any], NDArray[Any]] | str:
+        """The rows of two arrays that are of the same samples, in the same order; or why they cannot be aligned."""
+        if name.kind not in HAVE_SAMPLES:
+            return one, other
+        if step != self._step:
+            self._batches.clear()
+            self._step = step
+        batches = self._batches.setdefault((name.rank, name.tag), [])
+        if name.kind == INPUT and name.leaf in ("", "0") and one.ndim and other.ndim:
+            batches.append(_same_rows(one, other))
+            for side, n in enumerate(batches[-1].sizes):
+                self.left_out[side] += n - len(batches[-1].one)
+        if not batches:
+            return "no input_data came before it in its step"
+        rows = batches[-1]
+        if name.kind in _BACKWARD and len(batches) > 1 and not all(batch.same for batch in batches):
+            return "it is a gradient of a step with several batches"
+        if not len(rows.one):
+            return "the batches have no sample in common"
+        found = (_rows_taken(name, one, rows.one, rows.sizes[0]), _rows_taken(name, other, rows.other, rows.sizes[1]))
+        if found[0] is not None and found[1] is not None:
+            return found[0], found[1]
+        return (one, other) if rows.same else "its first axis is not that of the batch"
+
+
+def _rows_taken(name: Name, array: NDArray[Any], rows: NDArray[np.int64], size: int) -> NDArray[Any] | None:
+    """The given rows of a batch; None if the first axis of the array is not that of the batch."""
+    if not array.ndim or not size:
+        return None
+    if array.shape[0] == size:
+        return array[rows]
+    if name.kind in _FLATTENED and array.shape[0] % size == 0:
+        return array.reshape(size, -1, *array.shape[1:])[rows]
+    return None
+
+
+def _same_rows(one: NDArray[Any], other: NDArray[Any]) -> _SameRows:
+    sizes = (one.shape[0], other.shape[0])
+    first: list[int] = []
+    second: list[int] = []
+    if one.dtype == other.dtype and one.shape[1:] == other.shape[1:]:
+        there: dict[bytes, list[int]] = {}
+        for number in range(sizes[1] - 1, -1, -1):
+            there.setdefault(other[number].tobytes(), []).append(number)
+        for number in range(sizes[0]):
+            places = there.get(one[number].tobytes())
+            if places:
+                first.append(number)
+                second.append(places.pop())
+    return _SameRows(np.array(first, np.int64), np.array(second, np.int64), sizes)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from analyze.metrics.elementwise.statistics import SEVEN, StatisticsResult, check_names, statistics_of_tensors
+from analyze.metrics.statistics import SEVEN, StatisticsResult, check_names, statistics_of_tensors
 from analyze.tables.writing import pandas
 from tracer.errors import CaptureError
 from tracer.format.journal import Column

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from analyze.metrics.similarity.bases import STATUSES, Status
+from analyze.metrics.similarity.datapoints import STATUSES, Status
 from analyze.tables.arrays import flags, words
 from analyze.tables.plotting import Matrix, matrices_of
 from analyze.tables.writing import pandas, xarray
@@ -49,7 +49,7 @@ class Similarities:
     values : array (items, items)
         The similarity of each pair; NaN if it could not be computed.
     codes : array (items, items) of int8
-        The status of each pair, as an index into `analyze.metrics.similarity.bases.STATUSES`.
+        The status of each pair, as an index into `analyze.metrics.similarity.datapoints.STATUSES`.
     k : array (items,)
         The number of directions that are kept of each item; 0 for measures that keep all activations.
     n : array (items,)
@@ -98,17 +98,10 @@ class Similarities:
         """The similarities of one module, step by step."""
         chosen = [place for place, item in enumerate(self.items) if isinstance(item, Item) and item.module == module]
         both = np.ix_(chosen, chosen)
-        return replace(
-            self,
-            items=tuple(self.items[place] for place in chosen),
-            values=self.values[both],
-            codes=self.codes[both],
-            k=self.k[chosen],
-            n=self.n[chosen],
-            nulls=self.nulls[both],
-            lows=None if self.lows is None else self.lows[both],
-            highs=None if self.highs is None else self.highs[both],
-        )
+        matrices = {name: getattr(self, name) for name in ("values", "codes", "nulls", "lows", "highs")}
+        parts: dict[str, Any] = {name: of[both] for name, of in matrices.items() if of is not None}
+        items = tuple(self.items[place] for place in chosen)
+        return replace(self, items=items, k=self.k[chosen], n=self.n[chosen], **parts)
 
     @property
     def _ends(self) -> dict[str, NDArray[np.float64]]:

@@ -1,75 +1,168 @@
-"""The base classes of metrics: which messages a metric takes, and how the numbers of its formula become answers."""
+"""The base classes of metrics: their parameters, which messages they take, their memory, and their answers."""
 
 from __future__ import annotations
 
 import inspect
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, ClassVar, Literal, TypedDict
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, fields
+from typing import Any, ClassVar, Generic, Literal, Self, TypeAlias, TypeVar, cast, dataclass_transform
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from analyze.metrics.inputs import answer, carries_data
-from tracer.messaging.messages import DEFAULT_TAG, Message, derived
+from tracer.messaging.messages import DEFAULT_TAG, Message, MessageBundle, derived, message_of
 from tracer.messaging.receiver import Scope
 from tracer.messaging.stacks import Stack, is_newer
 from tracer.messaging.subscriber import Subscriber
 from tracer.messaging.subscription import Subscription, SynchronizedSubscription
 
-
-class Within(TypedDict, total=False):
-    """The parameters of `tracer.Subscription` that select messages, without the tag."""
-
-    subsample: int
-    modules: str | Iterable[str] | None
+Stream: TypeAlias = tuple[str | None, str, int, str, int]
+"""Module (None for the network), tag, call, leaf and rank: they identify a stream among those of one kind."""
 
 
-class Where(Within, total=False):
-    """The parameters of `tracer.Subscription` that select messages of a kind."""
+def stream_of(source: Message | MessageBundle) -> Stream:
+    """The stream of a message or bundle.
 
-    tag: str | None
+    Examples
+    --------
+    >>> import torch
+    >>> from tracer.messaging.messages import ModuleMessage
+    >>> where = dict(module="fc", global_step=3, train_step=3, epoch=0)
+    >>> stream_of(ModuleMessage(kind="weights", data=torch.ones(2), **where))
+    ('fc', 'default', 0, '', 0)
+    """
+    return source.key, source.tag, source.call, source.leaf, source.rank
 
 
-class Metric(Subscriber):
+Series: TypeAlias = tuple[str | None, str, str, int]
+"""Module, tag, leaf and rank: the streams of all calls together."""
+
+
+def series_of(source: Message | MessageBundle) -> Series:
+    """The series of a message or bundle."""
+    return source.key, source.tag, source.leaf, source.rank
+
+
+_IS = ("is",)
+"""The key that names what a stored value is, where that is neither plain nor an array; no module or tag is a tuple."""
+
+
+class Record:
+    """A value of a metric's memory that has named parts: plain values, arrays, tensors, containers and records."""
+
+    known: ClassVar[dict[str, type[Record]]] = {}
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        Record.known[cls.__name__] = cls
+
+    def state(self) -> dict[str, Any]:
+        """The parts as a state stores them."""
+        parts: dict[str, Any] = stored(vars(self))
+        return parts
+
+    @classmethod
+    def of_state(cls, state: Mapping[str, Any]) -> Self:
+        """The inverse of `state`."""
+        made = cls.__new__(cls)
+        vars(made).update({name: restored(value) for name, value in state.items()})
+        return made
+
+
+def stored(value: Any) -> Any:
+    """A remembered value as a state stores it: arrays become copies as tensors, also within containers and records.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> stored({"counts": [np.array([1, 2])], "steps": 3})
+    {'counts': [tensor([1, 2])], 'steps': 3}
+    """
+    if isinstance(value, (np.ndarray, np.generic)):
+        return torch.from_numpy(np.array(value, order="C"))
+    if isinstance(value, Tensor):
+        return {_IS: "Tensor", "data": value}
+    if isinstance(value, Record):
+        return {_IS: type(value).__name__, **value.state()}
+    if isinstance(value, deque):
+        return {_IS: "deque", "maxlen": value.maxlen, "items": [stored(item) for item in value]}
+    if isinstance(value, Mapping):
+        return {name: stored(item) for name, item in value.items()}
+    return type(value)(map(stored, value)) if type(value) in (list, tuple) else value
+
+
+def restored(value: Any) -> Any:
+    """The inverse of `stored`."""
+    if isinstance(value, Tensor):
+        return value.numpy().copy()
+    if isinstance(value, Mapping):
+        parts = {name: item for name, item in value.items() if name != _IS}
+        what = value.get(_IS)
+        if what == "Tensor":
+            return parts["data"]
+        if what == "deque":
+            return deque(map(restored, parts["items"]), maxlen=parts["maxlen"])
+        if what is not None:
+            return Record.known[what].of_state(parts)
+        return {name: restored(item) for name, item in parts.items()}
+    return type(value)(map(restored, value)) if type(value) in (list, tuple) else value
+
+
+@dataclass
+class At(Record):
+    """The place in the run of an answer about several messages: the counters of the first or the last of them."""
+
+    global_step: int
+    train_step: int
+    epoch: int
+    rank: int = 0
+
+    @classmethod
+    def of(cls, source: Message | MessageBundle) -> Self:
+        """The place of a message or bundle."""
+        return cls(source.global_step, source.train_step, source.epoch, source.rank)
+
+    def move_to(self, source: Message | MessageBundle) -> None:
+        """Take the place of a later message or bundle of the same rank."""
+        self.global_step, self.train_step, self.epoch = source.global_step, source.train_step, source.epoch
+
+    def is_at(self, source: Message | MessageBundle) -> bool:
+        """Whether a message or bundle has these counters."""
+        there = source.global_step, source.train_step, source.epoch, source.rank
+        return there == (self.global_step, self.train_step, self.epoch, self.rank)
+
+    def message(self, kind: str, series: Series, data: Tensor) -> Message:
+        """An answer about a series."""
+        module, tag, leaf, rank = series
+        where = {"global_step": self.global_step, "train_step": self.train_step, "epoch": self.epoch}
+        return message_of(module, kind=kind, **where, tag=tag, leaf=leaf, rank=rank, data=data)
+
+    def network_message(self, kind: str, tag: str, data: Tensor | float) -> Message:
+        """An answer about the whole network."""
+        return self.message(kind, (None, tag, "", self.rank), data if isinstance(data, Tensor) else answer(data))
+
+
+class Registered(Subscriber):
     """A subscriber that is registered by its name.
 
-    A subclass writes ``**where: Unpack[Where]`` for the parameters that it only passes to its parent. The signature of
-    the class lists them one by one, after the subclass's own parameters.
-
-    Parameters
-    ----------
-    kinds : str or tuple of str
-        The kinds of the messages that the metric takes.
-    produces : str or iterable of str
-        The kinds of its answers.
-    tag, subsample, modules
-        As in `tracer.Subscription`.
+    A subclass with a constructor writes ``**where`` for the parameters that it only passes to its parent. The signature
+    of the class lists them one by one, after the subclass's own parameters.
 
     Attributes
     ----------
     name : str
-        The name under which the metric is registered.
-    scope, mergeable, version, invariances, spoiled_by, takes_many
-        As in `tracer.Subscriber`. A metric without memory has ``scope = "message"``; `version` begins at 1.
-    bundled : bool
-        Whether the metric takes messages of several kinds in complete bundles; otherwise one by one.
-    either : bool
-        Whether one of several kinds is enough, if the metric takes messages one by one.
+        The name under which the class is registered.
     takes_statistics : bool or "too"
-        Whether the metric can answer from the statistics of tensors (``weights_statistics``) in place of the tensors,
-        as a metric that uses `shared` can. With ``"too"`` it takes the tensors as well if both were recorded.
-
-    Raises
-    ------
-    MessageError
-        If the metric takes messages one by one and a kind is an event, which carries no data.
+        Whether it can answer from the statistics of tensors (``weights_statistics``) in place of the tensors, as a
+        metric that uses `shared` can. With ``"too"`` it takes the tensors as well if both were recorded.
     """
 
     name: ClassVar[str]
-    bundled: ClassVar[bool] = True
-    either: ClassVar[bool] = False
     takes_statistics: bool | Literal["too"] = False
     __signature__: ClassVar[inspect.Signature]
 
@@ -77,30 +170,8 @@ class Metric(Subscriber):
         super().__init_subclass__()
         cls.__signature__ = _spelled_out(cls)
 
-    def __init__(
-        self,
-        kinds: str | tuple[str, ...],
-        produces: str | Iterable[str],
-        *,
-        tag: str | None = DEFAULT_TAG,
-        subsample: int = 1,
-        modules: str | Iterable[str] | None = None,
-    ) -> None:
-        if self.bundled and not isinstance(kinds, str):
-            together = SynchronizedSubscription(
-                kinds, tag, subsample, modules, incomplete="drop", statistics=bool(self.takes_statistics)
-            )
-            super().__init__(together, produces)
-            return
-        kinds = (kinds,) if isinstance(kinds, str) else kinds
-        for kind in kinds:
-            carries_data(kind)
-        wanted = (kinds,) if self.either else kinds
-        each = (Subscription(one, tag, subsample, modules, statistics=self.takes_statistics) for one in wanted)
-        super().__init__(each, produces)
 
-
-def _spelled_out(cls: type[Metric]) -> inspect.Signature:
+def _spelled_out(cls: type[Registered]) -> inspect.Signature:
     """The signature of a class, with the parent's keywords that the class does not name in place of ``**where``."""
     constructor = inspect.signature(cls.__init__)
     _, *parameters = constructor.parameters.values()
@@ -112,10 +183,115 @@ def _spelled_out(cls: type[Metric]) -> inspect.Signature:
     return constructor.replace(parameters=own)
 
 
+def memory(factory: Callable[[], Any], *, init: Literal[False] = False) -> Any:
+    """A field of a metric that is no parameter but a part of its memory, and so of its state."""
+    return field(default_factory=factory, init=init)
+
+
+@dataclass_transform(eq_default=False, field_specifiers=(memory,))
+class Metric(Registered):
+    """A metric: its parameters are the fields of its class, its facts the other attributes of the class.
+
+    Each subclass becomes a dataclass; `Tagged` and `Selected` have the parameters that select messages. A class with
+    memory declares it as fields by `memory`: these make its state.
+
+    Attributes
+    ----------
+    scope, mergeable, version, invariances, spoiled_by, takes_many
+        As in `tracer.Subscriber`. A metric without memory has ``scope = "message"``; `version` begins at 1.
+    takes : tuple of str
+        The names of the parameters that hold the kinds of the messages that the metric takes.
+    gives : tuple of str
+        The kinds of its answers, with parameters in braces.
+    bundled : bool
+        Whether the metric takes messages of several kinds in complete bundles; otherwise one by one.
+    either : bool
+        Whether one of several kinds is enough, if the metric takes messages one by one.
+
+    Raises
+    ------
+    MessageError
+        If the metric takes messages one by one and a kind is an event, which carries no data.
+    """
+
+    takes: ClassVar[tuple[str, ...]] = ("kind",)
+    gives: ClassVar[tuple[str, ...]] = ("{kind}_{name}",)
+    bundled: ClassVar[bool] = True
+    either: ClassVar[bool] = False
+
+    def __init_subclass__(cls) -> None:
+        dataclass(eq=False, repr=False)(cls)
+        super().__init_subclass__()
+        parameters = inspect.signature(cls.__init__).parameters
+        declared = dict.fromkeys(name for parent in cls.__mro__ for name in inspect.get_annotations(parent))
+        ordered = [parameters[name] for name in declared if name in parameters]
+        cls.__signature__ = inspect.Signature(sorted(ordered, key=lambda one: one.kind))
+
+    def __post_init__(self) -> None:
+        self.check()
+        kinds, where = self.kinds(), self.where()
+        if self.bundled and len(kinds) > 1:
+            statistics = bool(self.takes_statistics)
+            together = SynchronizedSubscription(kinds, *where, incomplete="drop", statistics=statistics)
+            super().__init__(together, self.produced())
+            return
+        for kind in kinds:
+            carries_data(kind)
+        wanted = (kinds,) if self.either else kinds
+        each = (Subscription(kind, *where, statistics=self.takes_statistics) for kind in wanted)
+        super().__init__(each, self.produced())
+
+    def check(self) -> None:
+        """Raise `MessageError` unless each parameter is in its range."""
+
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of the messages that the metric takes."""
+        return tuple(getattr(self, name) for name in self.takes)
+
+    def where(self) -> tuple[str | None, int, str | Iterable[str] | None]:
+        """The tag, the subsampling and the modules of its subscriptions."""
+        return getattr(self, "tag", DEFAULT_TAG), getattr(self, "subsample", 1), getattr(self, "modules", None)
+
+    def produced(self) -> Iterable[str]:
+        """The kinds of its answers."""
+        return [kind.format(name=self.name, **vars(self)) for kind in self.gives]
+
+    def _remembered(self) -> list[str]:
+        return [one.name for one in fields(self) if not one.init]  # type: ignore[arg-type] # each subclass is a dataclass
+
+    def state_dict(self) -> dict[str, Any]:
+        """The memory, as plain values and tensors."""
+        return {name.lstrip("_"): stored(getattr(self, name)) for name in self._remembered()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a `state_dict` of a metric with the same parameters."""
+        if not self._remembered():
+            super().load_state_dict(state)
+        for name in self._remembered():
+            setattr(self, name, restored(state[name.lstrip("_")]))
+
+
+class Tagged(Metric):
+    """The parameters of `tracer.Subscription` for messages of the network."""
+
+    _: KW_ONLY
+    tag: str | None = DEFAULT_TAG
+    subsample: int = 1
+
+
+class Selected(Tagged):
+    """The parameters of `tracer.Subscription` for messages of modules."""
+
+    _: KW_ONLY
+    tag: str | None = DEFAULT_TAG
+    subsample: int = 1
+    modules: str | Iterable[str] | None = None
+
+
 class PerMessage(Metric):
     """Answers each message, or bundle, with the numbers of a formula: one for each kind in `produces`."""
 
-    scope: Scope = "message"
+    scope = cast("Scope", "message")  # type: ignore[redundant-cast] # else no other scope may take its place
 
     @abstractmethod
     def measure(self, message: Any) -> Iterable[float | Tensor]:
@@ -152,3 +328,59 @@ class OneNumber(PerMessage):
     def measure(self, message: Any) -> tuple[float]:
         """The number of a message."""
         return (self.value(message),)
+
+
+Gathered = TypeVar("Gathered", bound=At)
+
+
+class OfSteps(Metric, Generic[Gathered]):
+    """Gathers the messages of each tag's step, and answers for the step when the next step begins or the run ends.
+
+    Attributes
+    ----------
+    gathered : type
+        The record of a step: a dataclass, a subclass of `At` whose further fields have defaults.
+    steps : dict
+        The record of each tag's current step.
+    """
+
+    gathered: ClassVar[type[Any]]
+    steps: dict[str, Gathered] = memory(dict)
+
+    def is_over(self, now: Gathered, message: Any) -> bool:
+        """Whether a message (or bundle) begins another step."""
+        return bool(now.global_step != message.global_step)
+
+    def following(self, over: Gathered, message: Any) -> Gathered:
+        """The initial record of the step that a message begins, given the record of the step before."""
+        begun: Gathered = self.gathered.of(message)
+        return begun
+
+    @abstractmethod
+    def hear(self, now: Gathered, message: Any) -> None:
+        """Add a message (or bundle) to the record of its step."""
+
+    @abstractmethod
+    def numbers(self, over: Gathered) -> Iterable[float | Tensor]:
+        """The numbers of a step that is over, in the order of `produces`; empty if there is no answer."""
+
+    def answers(self, tag: str, over: Gathered) -> Iterator[Message]:
+        """The answers for a step that is over."""
+        for kind, number in zip(self.produces, self.numbers(over), strict=False):
+            yield over.network_message(kind, tag, number)
+
+    def compute(self, message: Any) -> Iterator[Message]:
+        """Gather one message; if it begins another step, first answer for the step before."""
+        now = self.steps.get(message.tag)
+        if now is None:
+            now = self.steps[message.tag] = self.gathered.of(message)
+        elif self.is_over(now, message):
+            yield from self.answers(message.tag, now)
+            now = self.steps[message.tag] = self.following(now, message)
+        self.hear(now, message)
+
+    def conclude(self) -> Iterator[Message]:
+        """Answer for the last step of each tag."""
+        steps, self.steps = self.steps, {}
+        for tag, last in steps.items():
+            yield from self.answers(tag, last)

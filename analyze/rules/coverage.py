@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from analyze.metrics.streams import Series
+from analyze.metrics.metric import Series
 from tracer.messaging.messages import DEFAULT_TAG
 
 Steps = NDArray[np.int64]
@@ -96,7 +96,7 @@ class Coverage:
 
     def as_json(self) -> dict[str, Any]:
         """All fields in JSON values."""
-        return asdict(self) | {"ended": dict(self.ended), "aside": dict(self.aside)}
+        return asdict(self)
 
 
 class Judged:
@@ -123,15 +123,10 @@ class Judged:
     def add(self, kind: str, series: Series, step: int) -> None:
         """Note that a stream was judged at a step."""
         known = self.streams.get((kind, series))
-        if known is None:
-            self.streams[kind, series] = [step, step, 0, 1]
-        elif step > known[1]:
-            known[1:] = step, max(known[2], step - known[1]), known[3] + 1
-        elif step == known[1]:
-            return
-        blocks = self.steps.setdefault(series[1], {})
-        block, bit = divmod(step, _BITS)
-        blocks[block] = blocks.get(block, 0) | 1 << bit
+        if known is None or known[1] != step:
+            self._lengthen((kind, series), step, step, 0, 1)
+            block, bit = divmod(step, _BITS)
+            self._mark(series[1], {block: 1 << bit})
 
     def add_many(self, kind: str, each: Sequence[Series], steps: NDArray[np.int64], judged: NDArray[np.bool_]) -> None:
         """Note that streams were judged at steps.
@@ -149,42 +144,41 @@ class Judged:
             for column in np.flatnonzero(judged[0]).tolist():
                 self.add(kind, each[column], int(steps[0]))
             return
-        other = Judged()
         whole: NDArray[np.bool_] = np.all(judged, axis=0)
         all_of_them = _spread(steps) if whole.any() else []
         for column in np.flatnonzero(judged.any(axis=0)).tolist():
-            of = all_of_them if whole[column] else _spread(steps[judged[:, column]])
-            other.streams[kind, each[column]] = list(of)
-        self.take(other)
+            spread = all_of_them if whole[column] else _spread(steps[judged[:, column]])
+            self._lengthen((kind, each[column]), *spread)
         for tag in {one[1] for one in each}:
             of_tag = np.array([one[1] == tag for one in each], np.bool_)
-            self._add_steps(tag, steps[judged[:, of_tag].any(axis=1)])
-
-    def _add_steps(self, tag: str, steps: NDArray[np.int64]) -> None:
-        """Note that something was judged at steps, ascending."""
-        if not len(steps):
-            return
-        blocks = self.steps.setdefault(tag, {})
-        numbers = steps // _BITS
-        begins = np.flatnonzero(np.append(True, numbers[1:] != numbers[:-1]))
-        bits = np.bitwise_or.reduceat(np.left_shift(np.uint64(1), (steps % _BITS).astype(np.uint64)), begins)
-        for block, more in zip(numbers[begins].tolist(), bits.tolist(), strict=True):
-            blocks[block] = blocks.get(block, 0) | more
+            numbers, bits = np.divmod(steps[judged[:, of_tag].any(axis=1)], _BITS)
+            begins = np.flatnonzero(np.diff(numbers, prepend=-1))
+            if len(begins):
+                marks = np.bitwise_or.reduceat(np.left_shift(np.uint64(1), bits.astype(np.uint64)), begins)
+                self._mark(tag, dict(zip(numbers[begins].tolist(), marks.tolist(), strict=True)))
 
     def take(self, other: Judged) -> None:
         """Note all that another has noted."""
-        for tag, more in other.steps.items():
-            blocks = self.steps.setdefault(tag, {})
-            for block, bits in more.items():
-                blocks[block] = blocks.get(block, 0) | bits
-        for stream, (first, last, way, count) in other.streams.items():
-            known = self.streams.get(stream)
-            if known is None:
-                self.streams[stream] = [first, last, way, count]
-                continue
-            known[3] += count - (first <= known[1])
-            known[2] = max(known[2], way, first - known[1])
-            known[0], known[1] = min(known[0], first), max(known[1], last)
+        for tag, blocks in other.steps.items():
+            self._mark(tag, blocks)
+        for stream, spread in other.streams.items():
+            self._lengthen(stream, *spread)
+
+    def _mark(self, tag: str, blocks: Mapping[int, int]) -> None:
+        """Set bits of steps, by the number of their block."""
+        known = self.steps.setdefault(tag, {})
+        for block, bits in blocks.items():
+            known[block] = known.get(block, 0) | bits
+
+    def _lengthen(self, stream: tuple[str, Series], first: int, last: int, way: int, count: int) -> None:
+        """Add steps of a stream: the first, the last, the longest way from one to the next, and their number."""
+        known = self.streams.get(stream)
+        if known is None:
+            self.streams[stream] = [first, last, way, count]
+            return
+        way = max(known[2], way, first - known[1])
+        count = known[3] + count - (first <= known[1])
+        known[:] = min(known[0], first), max(known[1], last), way, count
 
     def coverage(self, recorded: Mapping[str, Steps]) -> Coverage:
         """What was judged of the steps that were recorded.

@@ -9,14 +9,11 @@ from typing import Any, Unpack, final
 import numpy as np
 from numpy.typing import NDArray
 
-from analyze.metrics.checks import check, is_number, is_whole
-from analyze.metrics.elementwise.sharing import shared
-from analyze.metrics.streams import Series
-from analyze.rules.episodes import Place
-from analyze.rules.finding import Finding
-from analyze.rules.header import modules_of
-from analyze.rules.rule import Looking
-from analyze.rules.table_rule import TableRule
+from analyze.metrics.inputs import check, is_number, is_whole
+from analyze.metrics.metric import Series
+from analyze.metrics.moments import shared
+from analyze.rules.finding import Finding, Place
+from analyze.rules.rule import Looking, TableRule, modules_of
 from analyze.rules.tables import Bools, Table
 from tracer.messaging.messages import Message
 from tracer.numbers.arrays import as_array
@@ -71,7 +68,6 @@ class DeadUnits(TableRule):
     takes_statistics = "too"
     statistics = ("zeros", "count")
     whole = frozenset({"activations", "layer_inputs", "input_data"})
-    memory = ("layers", "silent", "inputs")
     judges = "activations of layers that do ReLU"
     numbers = ("units", "dead")
     advice = (

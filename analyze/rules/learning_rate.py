@@ -6,9 +6,8 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple, Unpack, final
 
-from analyze.metrics.checks import check, is_number, is_whole
-from analyze.rules.episodes import Place
-from analyze.rules.finding import Finding, Severity
+from analyze.metrics.inputs import check, is_number, is_whole
+from analyze.rules.finding import Finding, Place, Severity
 from analyze.rules.rule import Looking, Rule
 from tracer.messaging.messages import Message
 from tracer.numbers.past import median
@@ -19,7 +18,7 @@ _SCHEDULED = ("initial_lr", "max_lr")
 _TOLERANCE = 1 + 1e-6
 
 
-class _Rate(NamedTuple):
+class _GroupRate(NamedTuple):
     """The learning rate of a group in a step, and the largest rate that its schedule was given (0 without one)."""
 
     place: Place
@@ -65,7 +64,6 @@ class LearningRate(Rule):
     """
 
     name = "learning_rate"
-    memory = ("last", "highest", "steps", "zeros", "now")
     judges = "hyperparameters with a learning rate"
     numbers = ("why", "usual", "groups", "step")
     advice = "look at what sets the learning rate: the schedule and its number of steps, or a group's own setting"
@@ -82,7 +80,7 @@ class LearningRate(Rule):
         self.highest: dict[str, float] = {}
         self.steps: dict[str, int] = {}
         self.zeros: list[Place] = []  # the steps in a row, up to `patience`, at which all rates were zero
-        self.now: list[_Rate] = []
+        self.now: list[_GroupRate] = []
 
     def look(self, message: Message) -> Iterator[Message]:
         """Store the learning rate of a group."""
@@ -93,7 +91,7 @@ class LearningRate(Rule):
         told = dict(zip(names, data.tolist(), strict=True))
         if math.isfinite(told["lr"]):
             scheduled = max((abs(told[name]) for name in _SCHEDULED if name in told), default=0.0)
-            self.now.append(_Rate(Place.of(message), told["lr"], scheduled))
+            self.now.append(_GroupRate(Place.of(message), told["lr"], scheduled))
         yield from ()
 
     def look_back(self) -> Iterator[Message]:
@@ -106,7 +104,7 @@ class LearningRate(Rule):
         for name in dict.fromkeys(one.optimizer for one in now):
             yield from self._compare([one for one in now if one.optimizer == name])
 
-    def _look_for_jumps(self, now: list[_Rate]) -> Iterator[Message]:
+    def _look_for_jumps(self, now: list[_GroupRate]) -> Iterator[Message]:
         """Judge the rates beside those before."""
         jumped = []
         for one in now:
@@ -130,7 +128,7 @@ class LearningRate(Rule):
             numbers = _JUMP, before_it, len(jumped), one.place.global_step
             yield from self.judge(one.place, True, one.rate, bound, *numbers)
 
-    def _look_for_zeros(self, now: list[_Rate]) -> Iterator[Message]:
+    def _look_for_zeros(self, now: list[_GroupRate]) -> Iterator[Message]:
         """Judge whether all rates have been zero for long."""
         place = _of(now[0].place, "")
         if any(one.rate for one in now):
@@ -145,7 +143,7 @@ class LearningRate(Rule):
             numbers = _ZERO, usual, len(now), self.zeros[0].global_step
             yield from self.judge(place, True, 0.0, 0.0, *numbers, since=self.zeros[0])
 
-    def _compare(self, groups: list[_Rate]) -> Iterator[Message]:
+    def _compare(self, groups: list[_GroupRate]) -> Iterator[Message]:
         """Judge the rates of the groups of one optimizer beside each other."""
         if len(groups) < 2:
             return

@@ -6,12 +6,11 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Unpack, final
+from typing import Unpack, final
 
-from analyze.metrics.checks import check, is_number
-from analyze.metrics.elementwise.sharing import Extent, shared
-from analyze.rules.episodes import Place
-from analyze.rules.finding import Finding
+from analyze.metrics.inputs import check, is_number
+from analyze.metrics.moments import Extent, shared
+from analyze.rules.finding import Finding, Place
 from analyze.rules.rule import Looking, Rule
 from tracer.messaging.messages import Message
 from tracer.numbers.statistics import are_statistics
@@ -52,7 +51,6 @@ class OfLossFunctions(Rule):
     """A rule about what loss functions are given: a subclass implements `look_at`."""
 
     takes_statistics = "too"
-    memory: ClassVar[tuple[str, ...]] = ("output", "labels", "rows")
     judges = "calls of loss functions, with the network's output and labels"
 
     def __init__(self, *, patience: int, **where: Unpack[Looking]) -> None:
@@ -144,7 +142,6 @@ class SoftmaxBeforeLoss(OfLossFunctions):
     """
 
     name = "softmax_before_loss"
-    memory = (*OfLossFunctions.memory, "within")
     numbers = ("why",)
     advice = (
         "give the loss function the logits: remove the softmax or sigmoid before it, or take log_softmax for nll_loss"

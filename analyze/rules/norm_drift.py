@@ -9,11 +9,9 @@ from typing import Any, Unpack, final
 import numpy as np
 from numpy.typing import NDArray
 
-from analyze.metrics.checks import check, is_number
+from analyze.metrics.inputs import check, is_number
 from analyze.rules.finding import Finding, Severity
-from analyze.rules.header import entries
-from analyze.rules.rule import Looking
-from analyze.rules.table_rule import TableRule, grown
+from analyze.rules.rule import Looking, TableRule, entries, grown
 from analyze.rules.tables import Table
 from tracer.messaging.messages import Message
 
@@ -44,7 +42,6 @@ class NormDrift(TableRule):
 
     name = "norm_drift"
     statistics = ("norm2",)
-    memory = ("start",)
     judges = "weights of two axes or more"
     numbers = ("start", "norm")
     advice = "look at weight decay and learning rate; a layer before a normalisation keeps its function at any scale"

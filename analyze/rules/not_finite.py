@@ -10,11 +10,10 @@ from typing import TypeAlias, final
 import numpy as np
 import torch
 
-from analyze.metrics.elementwise.sharing import Extent, shared
-from analyze.metrics.streams import Series
-from analyze.rules.episodes import Place
-from analyze.rules.finding import Finding, Severity
-from analyze.rules.table_rule import TableRule
+from analyze.metrics.metric import Series
+from analyze.metrics.moments import Extent, shared
+from analyze.rules.finding import Finding, Place, Severity
+from analyze.rules.rule import TableRule
 from analyze.rules.tables import Bools, Floats, OfKind, Table
 from tracer.messaging.messages import DATA_KINDS, KINDS, Message
 
@@ -46,7 +45,6 @@ class NotFinite(TableRule):
 
     name = "not_finite"
     statistics = ("nan", "inf", "max")
-    memory = ("origin", "first", "last", "followed", "finite", "minus")
     severity = Severity.ERROR
     judges = "messages of floating-point numbers"
     numbers = ("nan", "inf", "streams")

@@ -1,30 +1,64 @@
-"""The base class of the rules: subscribers that look for a fault of trainings, and answer with findings."""
+"""The base classes of the rules: subscribers that look for a fault of trainings, and answer with findings."""
 
 from __future__ import annotations
 
+import itertools
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from typing import Any, ClassVar, TypedDict
+from typing import Any, ClassVar, Literal, NamedTuple, TypedDict
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
-from analyze.metrics.checks import check, is_whole
-from analyze.metrics.metric import Metric
-from analyze.metrics.streams import Series, series_of
+from analyze.metrics.inputs import check, is_whole
+from analyze.metrics.metric import Registered, Series, series_of
 from analyze.rules.coverage import Judged
-from analyze.rules.episodes import Episode, Episodes, Measured, Place
-from analyze.rules.finding import Finding, Severity
+from analyze.rules.finding import Episode, Episodes, Finding, Measured, Place, Severity
+from analyze.rules.tables import Bools, Numbers, OfKind, Table, Tables
 from tracer.errors import MessageError
-from tracer.messaging.messages import DEFAULT_TAG, Message
+from tracer.messaging.messages import DEFAULT_TAG, KINDS, Message
 from tracer.messaging.subscriber import Subscriber
-from tracer.messaging.subscription import Subscription
+from tracer.messaging.subscription import Subscription, is_doubled
+from tracer.numbers.statistics import are_statistics
+from tracer.trace.streams import StreamInfo
+
+
+class Known(NamedTuple):
+    """A module: its name, the package and the name of its class, and its whole entry in the header."""
+
+    name: str
+    package: str
+    kind: str
+    said: Mapping[str, Any]
+
+
+def modules_of(model: Mapping[str, Any]) -> Iterator[Known]:
+    """The modules in the header.
+
+    Examples
+    --------
+    >>> told = {"modules": [{"name": "act", "class": "torch.nn.modules.activation.Tanh"}, "nonsense"]}
+    >>> [(one.name, one.package, one.kind) for one in modules_of(told)]
+    [('act', 'torch.nn.modules.activation', 'Tanh')]
+    """
+    for said in entries(model, "modules"):
+        package, _, kind = str(said.get("class")).rpartition(".")
+        yield Known(str(said.get("name")), package, kind, said)
+
+
+def entries(model: Mapping[str, Any], part: str) -> Iterator[Mapping[str, Any]]:
+    """The well-formed entries of a list in the header, such as ``modules`` or ``parameters``."""
+    told = model.get(part)
+    yield from (one for one in (told if isinstance(told, list) else ()) if isinstance(one, Mapping))
+
 
 FIELDS = ("severity", "kind", "worst", "last", "steps", "value", "threshold")
 """The first numbers in the data of a finding's message; those of `Rule.numbers` follow."""
 
 
-_MEMORY = ("coverage", "_weighed", "_step", "episodes", "tables")
+_FIXED = frozenset({"subscriptions", "produces", "_labels", "kinds"})
+"""The attributes of a rule that are no part of its state."""
 
 
 class Looking(TypedDict, total=False):
@@ -34,7 +68,7 @@ class Looking(TypedDict, total=False):
     modules: str | Iterable[str] | None
 
 
-class Rule(Metric):
+class Rule(Registered):
     """A subscriber that looks for a fault, and publishes each finding twice, as ``{name}_finding``.
 
     The first message comes as soon as the condition has held for `patience` steps, so that a live run can be stopped.
@@ -70,8 +104,6 @@ class Rule(Metric):
         What the rule judges, for the sentence that says that this was missing.
     numbers : tuple of str
         The names of the further numbers of a finding.
-    memory : tuple of str
-        The names of the attributes of a subclass that change while it receives messages: its state.
     coverage : Judged
         The steps and streams that the rule has judged.
     episodes : Episodes
@@ -82,8 +114,6 @@ class Rule(Metric):
     advice: ClassVar[str]
     judges: str
     numbers: ClassVar[tuple[str, ...]] = ()
-    memory: ClassVar[tuple[str, ...]] = ()
-    bundled = False
 
     def __init__(
         self,
@@ -243,7 +273,7 @@ class Rule(Metric):
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the rule, as copies."""
-        return {name: deepcopy(vars(self)[name]) for name in (*_MEMORY, *self.memory) if name in vars(self)}
+        return {name: deepcopy(value) for name, value in vars(self).items() if name not in _FIXED}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state of another rule of the same class and parameters."""
@@ -252,3 +282,198 @@ class Rule(Metric):
     def unjudged(self) -> str:
         """The reason why the rule judged nothing; empty if it judged something."""
         return "" if self.coverage else f"it needs {self.judges}"
+
+
+_FEW_ELEMENTS = 16
+"""Streams with at most this many numbers a message are read as tables, too."""
+
+
+class TableRule(Rule):
+    """A rule that judges statistics of tensors as arrays (steps x streams).
+
+    A subclass implements `judge_table` instead of `look`. Live, a table is of one step; in `trace check`, of a block of
+    steps. So a rule keeps what it remembers of earlier steps as arrays with an entry for each column of a kind:
+    `grown` makes room for columns that come up later.
+
+    Attributes
+    ----------
+    statistics : tuple of str
+        The statistics of a tensor that the tables have, as `analyze.metrics.moments.shared` names them.
+    whole : frozenset of str
+        The kinds of which the rule takes whole tensors as messages, where they are recorded: by `look_at_data`.
+    tables : Tables
+        What the rule has heard since the last table.
+    """
+
+    takes_statistics: bool | Literal["too"] = True
+    statistics: ClassVar[tuple[str, ...]]
+    whole: ClassVar[frozenset[str]] = frozenset()
+
+    def __init__(self, *needs: Any, **where: Any) -> None:
+        super().__init__(*needs, **where)
+        self.tables = Tables(self.subscriptions, self.statistics)
+
+    @abstractmethod
+    def judge_table(self, table: Table) -> Iterator[Message]:
+        """Judge the steps of a table, by calls of `judge_all`."""
+
+    def reads(self, stream: StreamInfo) -> bool:
+        """Whether tables have all that the rule needs of a recorded stream."""
+        if are_statistics(stream.sampling) or (stream.kind in KINDS and KINDS[stream.kind].event):
+            return True
+        width = np.dtype(np.float64).itemsize
+        return stream.kind not in self.whole and stream.bytes <= _FEW_ELEMENTS * width * stream.count
+
+    def look(self, message: Message) -> Iterator[Message]:
+        """Take a message into the table of its step, or the data of a tensor of a kind of `whole`."""
+        if message.kind in self.whole and not are_statistics(message.sampling):
+            yield from self.look_at_data(message)
+        elif not is_doubled(message.sampling):  # else the message of its statistics is taken
+            self.tables.hear(message)
+
+    def look_at_data(self, message: Message) -> Iterator[Message]:
+        """Judge or store the data of a tensor."""
+        yield from ()
+
+    def look_back(self) -> Iterator[Message]:
+        """Judge the table of a finished step."""
+        yield from self._judged(self.tables.rest())
+
+    def take(self, stacks: Sequence[Numbers]) -> Iterator[Message]:
+        """Take the messages of a stretch of a trace, and judge the steps that are over."""
+        yield from self._judged(self.tables.hear_many(stacks))
+
+    def _judged(self, table: Table | None) -> Iterator[Message]:
+        if table is not None:
+            yield from self.judge_table(table)
+
+    def cover(self, table: Table, of: OfKind, judged: Bools) -> None:
+        """Note in `coverage` which messages of a kind were judged, (steps, columns)."""
+        if len(of.series) < len(of.columns):
+            judged = np.stack([judged[:, columns].any(axis=1) for columns in of.series.values()], axis=1)
+        self.coverage.add_many(of.kind, list(of.series), table.steps, judged)
+
+    def judge_all(
+        self,
+        table: Table,
+        of: OfKind,
+        judged: Bools,
+        bad: Bools,
+        value: ArrayLike,
+        threshold: ArrayLike,
+        *numbers: ArrayLike,
+        severity: NDArray[np.int64] | None = None,
+        worse: bool = True,
+        covers: bool = True,
+    ) -> Iterator[Message]:
+        """Judge the messages of a kind, as `judge` does a single one; yield the findings.
+
+        Parameters
+        ----------
+        table : Table
+        of : OfKind
+        judged, bad : ndarray of bool, (steps, columns)
+            Which messages are judged, and for which the condition holds.
+        value, threshold, *numbers : array_like
+            As in `judge`; they broadcast to (steps, columns).
+        severity : ndarray of int64, optional
+            By default the rule's `severity`.
+        worse : bool
+            As in `judge`.
+        covers : bool
+            Whether the judged messages are noted in `coverage`.
+        """
+        if covers:
+            self.cover(table, of, judged)
+        bad = bad & judged
+        odd: Bools = np.any(bad, axis=0)
+        if not odd.any() and not self.episodes:
+            return
+        shape = bad.shape
+        told = np.full(shape, self.severity, np.int64) if severity is None else np.broadcast_to(severity, shape)
+        arrays = [np.broadcast_to(np.asarray(one, np.float64), shape) for one in (value, threshold, *numbers)]
+        for series, columns in of.series.items():
+            if odd[columns].any() or (of.kind, series) in self.episodes:
+                at = of.cells(columns, judged)
+                of_series = [one[at] for one in arrays]
+                yield from self._judge_series(table, (of.kind, series), at[0], bad[at], of_series, told[at], worse)
+
+    def _judge_series(
+        self,
+        table: Table,
+        stream: tuple[str, Series],
+        rows: NDArray[np.int64],
+        bad: Bools,
+        arrays: list[NDArray[np.float64]],
+        severities: NDArray[np.int64],
+        worse: bool,
+    ) -> Iterator[Message]:
+        """Judge the messages of a series in order, in runs of steps at which the condition holds, or does not."""
+        cuts = [0, *(np.flatnonzero(bad[1:] != bad[:-1]) + 1).tolist(), len(bad)]
+        for begin, end in itertools.pairwise(cuts):
+            if begin == end:
+                continue
+            steps = table.steps[rows[begin:end]]
+            if not bad[begin]:
+                self.episodes.rest(stream, steps)
+                continue
+            value, threshold, *numbers = (one[begin:end] for one in arrays)
+            place = table.place(*stream, int(rows[begin]))
+            measured = Measured(place, steps, value, threshold, numbers, severities[begin:end], worse)
+            yield from map(self.published, self.episodes.hold(measured, None, self.patience))
+
+
+def grown(array: NDArray[Any], size: int, fill: Any) -> NDArray[Any]:
+    """An array of an entry for each column, with entries of `fill` for columns that have come up since."""
+    return array if len(array) == size else np.append(array, np.full(size - len(array), fill, array.dtype))
+
+
+def latest(values: NDArray[Any], there: Bools, before: NDArray[Any]) -> NDArray[Any]:
+    """The last value up to each step that is there: (steps, columns).
+
+    Parameters
+    ----------
+    values : ndarray, (steps, columns)
+    there : ndarray of bool, (steps, columns)
+    before : ndarray, (columns,)
+        The last values before the first step.
+    """
+    rows = np.maximum.accumulate(np.where(there, np.arange(1, len(there) + 1)[:, None], 0), axis=0)
+    found: NDArray[Any] = np.take_along_axis(np.concatenate([before[None], values]), rows, axis=0)
+    return found
+
+
+class LastValues:
+    """The last value that was there of each column of a kind, from table to table.
+
+    Parameters
+    ----------
+    fill : float or bool
+        The value before the first.
+    """
+
+    def __init__(self, fill: Any) -> None:
+        self.fill = fill
+        self.values: NDArray[Any] = np.full(0, fill)
+
+    def beside(self, target: OfKind, source: OfKind, values: NDArray[Any]) -> NDArray[Any]:
+        """The last value up to each step of the same series as each column of `target`, (steps, columns).
+
+        Parameters
+        ----------
+        target, source : OfKind
+        values : ndarray, (steps, columns of source)
+        """
+        known = latest(values, source.there, grown(self.values, len(source.columns), self.fill))
+        self.values = known[-1]
+        return taken(known, columns_of(source, target), self.fill)
+
+
+def columns_of(source: OfKind, target: OfKind) -> list[int]:
+    """For each column of `target`, the first column of the same series in `source`; -1 if there is none."""
+    return [source.series.get(column.series, [-1])[0] for column in target.columns]
+
+
+def taken(array: NDArray[Any], columns: Sequence[int], fill: Any) -> NDArray[Any]:
+    """Some columns of an array (steps, columns); `fill` for those of the number -1."""
+    return np.concatenate([array, np.full((len(array), 1), fill, array.dtype)], axis=1)[:, list(columns)]

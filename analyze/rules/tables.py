@@ -1,24 +1,24 @@
 """The numbers of many messages as arrays (steps x streams), from which a rule judges all of them at once.
 
-A live run makes a `Table` of each step, from its messages; a replay makes a table of thousands of steps. `Rows` makes
-both.
+A live run makes a `Table` of each step, from its messages; a replay makes a table of thousands of steps. `Tables`
+makes both; `ByTables` gives a replay's messages to the rules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, Protocol, final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from analyze.metrics.elementwise.formulas import FORMULAS, derive
-from analyze.metrics.elementwise.sharing import Extent, moments_of_all, shared
-from analyze.metrics.streams import Series, series_of
-from analyze.rules.episodes import Place
+from analyze.metrics.metric import Series, series_of
+from analyze.metrics.moments import FORMULAS, Extent, derive, moments_of_all, shared
+from analyze.rules.finding import Place
 from tracer.messaging.messages import Message
-from tracer.messaging.stacks import COUNTERS, Heads, Source, Stack
+from tracer.messaging.receiver import Receiver
+from tracer.messaging.stacks import COUNTERS, Heads, Source, Stack, Stretch
 from tracer.messaging.subscription import Subscription, is_doubled
 from tracer.numbers.moments import Moments, has
 from tracer.numbers.statistics import are_statistics
@@ -192,47 +192,50 @@ class _Piece(NamedTuple):
     numbers: Mapping[str, Floats]
 
     def only(self, chosen: Bools) -> _Piece:
-        return _Piece(
-            self.kind,
-            self.columns[chosen],
-            self.counters[chosen],
-            self.places[chosen],
-            {name: values[chosen] for name, values in self.numbers.items()},
-        )
+        numbers = {name: values[chosen] for name, values in self.numbers.items()}
+        return _Piece(self.kind, self.columns[chosen], self.counters[chosen], self.places[chosen], numbers)
 
 
 @final
-class Rows:
-    """Collects messages until their steps are complete, and gives them as tables.
+class Tables:
+    """Collects what a subscriber hears until its steps are complete, and gives it as tables.
+
+    It hears single messages, or thousands in a stretch of a trace.
 
     Parameters
     ----------
+    subscriptions : sequence of Subscription
+        What it hears of a stretch; the caller chooses single messages.
     names : sequence of str
         The statistics that the tables have.
     """
 
-    def __init__(self, names: Sequence[str]) -> None:
-        self._names = tuple(names)
-        self.columns: dict[str, list[Column]] = {}
+    def __init__(self, subscriptions: Sequence[Subscription], names: Sequence[str]) -> None:
+        self._subscriptions, self._names = subscriptions, tuple(names)
+        self._columns: dict[str, list[Column]] = {}
         self._ids: dict[tuple[str, Column], int] = {}
-        # by kind, sort of data and number of calls: the columns of all calls of the sources; -1 before it is known
-        self._sources: object = None
-        self._of_codes: dict[tuple[object, ...], Wholes] = {}
         self._waiting: list[_Piece] = []
         # messages that were heard one by one, by kind; and the indices of their columns
         self._heard: dict[str, list[tuple[int, tuple[int, int, int], int, list[float]]]] = {}
         self._seen: set[tuple[str, int]] = set()
         self._count = 0
-
-    def __bool__(self) -> bool:
-        return bool(self._waiting or self._heard)
+        self._forget()
 
     def __getstate__(self) -> dict[str, Any]:
         self._collect()
-        return {**vars(self), "_sources": None, "_of_codes": {}}
+        self._forget()
+        return dict(vars(self))
+
+    def _forget(self) -> None:
+        """Forget what was found about a list of sources, which is found again when it is needed."""
+        self._sources: object = None
+        # by kind, sort of data and number of calls: the columns of all calls of the sources; -1 before it is known
+        self._of_codes: dict[tuple[object, ...], Wholes] = {}
+        self._strides: dict[str, Wholes] = {}  # by kind: of each source; -1 before it is known
+        self._wanted: dict[tuple[str, Source, bool], int] = {}
 
     def hear(self, message: Message) -> None:
-        """Take one message of the step of which the next table is."""
+        """Take a message of the step of which the next table is."""
         kind, extent = message.kind, Extent.of(message) or Extent(0, 0, floating=False)
         values = [np.nan if message.data is None else shared(message, name) for name in self._names]
         column = Column(series_of(message), message.call, 0, extent.axes, extent.floating)
@@ -243,36 +246,69 @@ class Rows:
         self._heard.setdefault(kind, []).append((number, counters, self._count, values))
         self._count += 1
 
-    def hear_many(self, kind: str, numbers: Numbers, chosen: Bools) -> None:
-        """Take the chosen messages of a stack as messages of a kind; `advance` must follow the last stack."""
-        heads = numbers.stack.heads if chosen.all() else numbers.stack.heads.only(np.flatnonzero(chosen))
-        if not len(heads):
-            return
-        counters = heads.counters
+    def hear_many(self, stacks: Sequence[Numbers]) -> Table | None:
+        """Take the messages of a stretch; the table of all steps that are over, None if it would be small."""
+        length = 0
+        for numbers in stacks:
+            heads = numbers.stack.heads
+            if self._sources is not heads.sources:
+                self._sources, self._of_codes, self._strides = heads.sources, {}, {}
+            chosen = self._chosen(numbers.stack)
+            if chosen.any():
+                self._take(numbers, heads if chosen.all() else heads.only(np.flatnonzero(chosen)), chosen)
+            length = max(length, 1 + int(heads.places[-1]))
+        self._count += length
+        waiting = sum(len(piece.places) for piece in self._waiting)
+        return self._table(complete=False) if waiting >= MESSAGES else None
+
+    def rest(self) -> Table | None:
+        """The table of all messages that no table has had, because their steps are over; None if there are none."""
+        return self._table(complete=True)
+
+    def _chosen(self, stack: Stack) -> Bools:
+        """Which messages of a stack are heard."""
+        heads = stack.heads
+        strides = self._strides.get(stack.kind)
+        if strides is None:
+            strides = self._strides[stack.kind] = np.full(len(heads.sources), -1, np.int64)
+        of_each = strides[heads.source_ids]
+        if (of_each < 0).any():
+            for number in heads.present:
+                strides[number] = self._stride(stack, number)
+            of_each = strides[heads.source_ids]
+        chosen: Bools = of_each > 0
+        if (of_each > 1).any():
+            chosen &= stack.steps % np.maximum(of_each, 1) == 0
+        return chosen
+
+    def _stride(self, stack: Stack, number: int) -> int:
+        """The stride of the steps of a source that are heard; 0 if none is."""
+        source = stack.heads.sources[number]
+        doubled = stack.samplings is not None and is_doubled(stack.samplings[number])
+        key = stack.kind, source, doubled
+        stride = self._wanted.get(key)
+        if stride is None:
+            wanting = [one for one in self._subscriptions if one.wants(stack.kind, source.module, source.tag, None)]
+            stride = wanting[0].subsample if wanting and not (doubled and stack.kind in wanting[0].kinds) else 0
+            self._wanted[key] = stride
+        return stride
+
+    def _take(self, numbers: Numbers, heads: Heads, chosen: Bools) -> None:
+        """Take the chosen messages of a stack, whose heads these are."""
+        named = numbers.stack.kind
+        kind = next((kind for one in self._subscriptions if (kind := one.stands_for(named))), named)
         values = {name: numbers[name] for name in self._names}
         if len(heads) < len(chosen):
             values = {name: of[chosen] for name, of in values.items()}
         columns = self._columns_of(kind, numbers, heads)
-        self._waiting.append(_Piece(kind, columns, counters[:, :3], self._count + heads.places, values))
-
-    @property
-    def waiting(self) -> int:
-        """How many messages no table has had yet."""
-        return sum(len(piece.places) for piece in self._waiting)
-
-    def advance(self, count: int) -> None:
-        """Note that the next messages come `count` places later."""
-        self._count += count
+        self._waiting.append(_Piece(kind, columns, heads.counters[:, :3], self._count + heads.places, values))
 
     def _columns_of(self, kind: str, numbers: Numbers, heads: Heads) -> Wholes:
         """The column of each message, without regard to repeats."""
         calls = heads.counters[:, COUNTERS.index("call")]
         width = int(calls.max()) + 1
         codes = heads.source_ids * width + calls
-        like = numbers.like
-        key = kind, like, width
-        if self._sources is not heads.sources:
-            self._sources, self._of_codes = heads.sources, {}
+        key = kind, numbers.like, width
         of_codes = self._of_codes.get(key)
         if of_codes is None:
             of_codes = self._of_codes[key] = np.full(len(heads.sources) * width, -1, np.int64)
@@ -290,7 +326,7 @@ class Rows:
         """The index of a column among those of its kind."""
         found = self._ids.get((kind, column))
         if found is None:
-            columns = self.columns.setdefault(kind, [])
+            columns = self._columns.setdefault(kind, [])
             found = self._ids[kind, column] = len(columns)
             columns.append(column)
         return found
@@ -299,12 +335,12 @@ class Rows:
         """Turn single messages into pieces."""
         heard, self._heard, self._seen = self._heard, {}, set()
         for kind, of_kind in heard.items():
-            columns, counters, places, values = zip(*of_kind, strict=True)
-            table = np.array(values, np.float64).reshape(len(columns), len(self._names))
-            numbers = {name: table[:, number] for number, name in enumerate(self._names)}
-            self._waiting.append(_Piece(kind, np.array(columns), np.array(counters), np.array(places), numbers))
+            columns, counters, places, values = map(np.array, zip(*of_kind, strict=True))
+            table = values.reshape(len(columns), len(self._names)).astype(np.float64)
+            numbers = dict(zip(self._names, table.T, strict=True))
+            self._waiting.append(_Piece(kind, columns, counters, places, numbers))
 
-    def table(self, *, complete: bool) -> Table | None:
+    def _table(self, *, complete: bool) -> Table | None:
         """The messages so far as a table; unless they are `complete`, those of the last step are kept for the next."""
         self._collect()
         pieces, self._waiting = self._waiting, []
@@ -312,48 +348,41 @@ class Rows:
             return None
         places = np.concatenate([piece.places for piece in pieces])
         order = np.argsort(places, kind="stable")
-        steps = np.concatenate([piece.counters[:, 0] for piece in pieces])[order]
-        begins = np.append(True, steps[1:] != steps[:-1])
-        rows = np.empty(len(steps), np.int64)
+        counters = np.concatenate([piece.counters for piece in pieces])[order]
+        begins = np.append(True, counters[1:, 0] != counters[:-1, 0])
+        rows = np.empty(len(order), np.int64)
         rows[order] = np.cumsum(begins) - 1
-        ends = np.cumsum([len(piece.places) for piece in pieces])[:-1]
-        of_pieces = np.split(rows, ends)
-        count = int(rows.max(initial=-1)) + 1
-        if not complete:
-            count -= 1
-            late = [piece.only(of == count) for piece, of in zip(pieces, of_pieces, strict=True) if (of == count).any()]
-            self._waiting = late
-            if not count:
-                return None
-        counters = np.concatenate([piece.counters for piece in pieces])[order][begins][:count]
-        kinds: dict[str, list[tuple[_Piece, Wholes]]] = {kind: [] for kind in self.columns}
+        of_pieces = np.split(rows, np.cumsum([len(piece.places) for piece in pieces])[:-1])
+        count = int(rows.max(initial=-1)) + (1 if complete else 0)
+        kinds: dict[str, list[tuple[_Piece, Wholes]]] = {kind: [] for kind in self._columns}
         for piece, of in zip(pieces, of_pieces, strict=True):
             early = of < count
+            if not early.all():
+                self._waiting.append(piece.only(~early))
             kinds[piece.kind].append((piece, of) if early.all() else (piece.only(early), of[early]))
-        return Table(counters, {kind: self._of_kind(kind, of, count) for kind, of in kinds.items()})
+        if not count:
+            return None
+        return Table(counters[begins][:count], {kind: self._of_kind(kind, of, count) for kind, of in kinds.items()})
 
     def _of_kind(self, kind: str, pieces: Sequence[tuple[_Piece, Wholes]], steps: int) -> OfKind:
         """The messages of a kind in the rows of a table."""
-        rows = np.concatenate([of for _, of in pieces]) if pieces else np.zeros(0, np.int64)
-        columns, places = (
-            np.concatenate([piece[field] for piece, _ in pieces]) if pieces else np.zeros(0, np.int64)
-            for field in (1, 3)
+        none = np.zeros(0, np.int64)
+        rows, columns, places = (
+            np.concatenate([none, *each])
+            for each in zip((none,) * 3, *((of, piece.columns, piece.places) for piece, of in pieces), strict=True)
         )
-        columns = self._apart(kind, rows, columns, places)
-        shape = steps, len(self.columns[kind])
-        at = rows, columns
+        at = rows, self._apart(kind, rows, columns, places)
+        shape = steps, len(self._columns[kind])
         found = np.full(shape, -1, np.int64)
         found[at] = places
-        numbers: dict[str, Floats] = {}
-        for name in self._names:
-            numbers[name] = np.full(shape, np.nan)
-            if pieces:
-                numbers[name][at] = np.concatenate([piece.numbers[name] for piece, _ in pieces])
-        return OfKind(kind, tuple(self.columns[kind]), found, numbers)
+        numbers = {name: np.full(shape, np.nan) for name in self._names}
+        for name, of_name in numbers.items():
+            of_name[at] = np.concatenate([np.zeros(0), *(piece.numbers[name] for piece, _ in pieces)])
+        return OfKind(kind, tuple(self._columns[kind]), found, numbers)
 
     def _apart(self, kind: str, rows: Wholes, columns: Wholes, places: Wholes) -> Wholes:
         """The columns of messages, with further columns for several messages of a call in a step."""
-        cells = rows * (len(self.columns[kind]) + 1) + columns
+        cells = rows * (len(self._columns[kind]) + 1) + columns
         order = np.lexsort((places, cells))
         same = cells[order][1:] == cells[order][:-1]
         if not same.any():
@@ -363,90 +392,80 @@ class Rows:
         for one, is_same in zip(order[1:].tolist(), same.tolist(), strict=True):
             repeat = repeat + 1 if is_same else 0
             if repeat:
-                columns[one] = self._column(kind, self.columns[kind][columns[one]]._replace(repeat=repeat))
+                columns[one] = self._column(kind, self._columns[kind][columns[one]]._replace(repeat=repeat))
         return columns
 
 
-class Hearing:
-    """Which messages of stacks a rule hears, and under which kind.
+class Reader(Protocol):
+    """A rule that judges tables, or another subscriber that takes messages by the thousand."""
 
-    Parameters
-    ----------
-    subscriptions : iterable of Subscription
-    """
-
-    def __init__(self, subscriptions: Sequence[Subscription]) -> None:
-        self._subscriptions = subscriptions
-        self._sources: object = None
-        self._strides: dict[str, Wholes] = {}  # by kind: of each source; -1 before it is known
-        self._wanted: dict[tuple[str, Source, bool], int] = {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_sources": None, "_strides": {}, "_wanted": {}}  # found again when they are needed
-
-    def of(self, stack: Stack) -> tuple[str, Bools] | None:
-        """The kind under which a stack is heard, and which of its messages are; None if none is."""
-        heads = stack.heads
-        if self._sources is not heads.sources:
-            self._sources, self._strides = heads.sources, {}
-        strides = self._strides.get(stack.kind)
-        if strides is None:
-            strides = self._strides[stack.kind] = np.full(len(heads.sources), -1, np.int64)
-        of_each = strides[heads.source_ids]
-        if (of_each < 0).any():
-            for number in heads.present:
-                strides[number] = self._stride(stack, number)
-            of_each = strides[heads.source_ids]
-        chosen: Bools = of_each > 0
-        if (of_each > 1).any():
-            chosen &= stack.steps % np.maximum(of_each, 1) == 0
-        kind = next((kind for one in self._subscriptions if (kind := one.stands_for(stack.kind))), stack.kind)
-        return (kind, chosen) if chosen.any() else None
-
-    def _stride(self, stack: Stack, number: int) -> int:
-        """The stride of the steps of a source that are heard; 0 if none is."""
-        source = stack.heads.sources[number]
-        doubled = stack.samplings is not None and is_doubled(stack.samplings[number])
-        key = stack.kind, source, doubled
-        stride = self._wanted.get(key)
-        if stride is None:
-            asked = stack.kind, source.module, source.tag, None
-            wanting = [one for one in self._subscriptions if one.wants(*asked)]
-            stride = wanting[0].subsample if wanting and not (doubled and stack.kind in wanting[0].kinds) else 0
-            self._wanted[key] = stride
-        return stride
+    @property
+    def subscriptions(self) -> Sequence[Subscription]: ...
+    def wants(self, kind: str, module: str | None, tag: str | None, step: int | None) -> bool: ...
+    def strides(self, kind: str, module: str | None, tag: str | None) -> Collection[int] | None: ...
+    def know_model(self, model: Mapping[str, Any]) -> None: ...
+    def receive(self, message: Message) -> Iterable[Message]: ...
+    def take(self, stacks: Sequence[Numbers]) -> Iterable[Message]: ...
+    def finish(self) -> Iterable[Message]: ...
 
 
 @final
-class Tables:
-    """Makes tables of what a subscriber hears: of single messages, or of thousands in a stretch of a trace.
+class ByTables(Receiver):
+    """Gives the messages of a replay to rules, as tables where the replay gives many at once.
+
+    The rules are no receivers of the replay themselves, because a rule remembers what it judged, and so cannot answer
+    many messages at once on the bus.
 
     Parameters
     ----------
-    subscriptions : sequence of Subscription
-        What it hears of a stretch; the caller chooses single messages.
-    names : sequence of str
-        The statistics that the tables have.
+    rules : sequence of Reader
+    keep : callable
+        Gets each message of a finding.
     """
 
-    def __init__(self, subscriptions: Sequence[Subscription], names: Sequence[str]) -> None:
-        self._rows, self._hearing = Rows(names), Hearing(subscriptions)
+    name = "rules by tables"
+    scope = "step"
+    takes_many = True
 
-    def hear(self, message: Message) -> None:
-        """Take a message of the step of which the next table is."""
-        self._rows.hear(message)
+    def __init__(self, rules: Sequence[Reader], keep: Callable[[Message], object]) -> None:
+        self.rules = rules
+        self.subscriptions = [one for rule in rules for one in rule.subscriptions]
+        self._keep = keep
 
-    def hear_many(self, stacks: Sequence[Numbers]) -> Table | None:
-        """Take the messages of a stretch; the table of all steps that are over, None if it would be small."""
-        length = 0
-        for numbers in stacks:
-            heard = self._hearing.of(numbers.stack)
-            if heard is not None:
-                self._rows.hear_many(heard[0], numbers, heard[1])
-            length = max(length, 1 + int(numbers.stack.heads.places[-1]))
-        self._rows.advance(length)
-        return self._rows.table(complete=False) if self._rows.waiting >= MESSAGES else None
+    def wants(self, kind: str, module: str | None, tag: str | None, step: int | None) -> bool:
+        """Whether one of the rules wants such a message."""
+        return any(rule.wants(kind, module, tag, step) for rule in self.rules)
 
-    def rest(self) -> Table | None:
-        """The table of all messages that no table has had, because their steps are over; None if there are none."""
-        return self._rows.table(complete=True)
+    def strides(self, kind: str, module: str | None, tag: str | None) -> Collection[int] | None:
+        """The strides of the rules that want a stream."""
+        each = [rule.strides(kind, module, tag) for rule in self.rules if rule.wants(kind, module, tag, None)]
+        return None if None in each else {stride for strides in each for stride in strides or ()}
+
+    def know_model(self, model: Mapping[str, Any]) -> None:
+        """Tell the rules."""
+        for rule in self.rules:
+            rule.know_model(model)
+
+    def receive(self, message: Message) -> Iterable[Message]:
+        """Give a message to the rules that want it."""
+        for rule in self.rules:
+            if rule.wants(message.kind, message.key, message.tag, message.step):
+                self._heard(rule.receive(message))
+        return ()
+
+    def receive_many(self, stretch: Stretch) -> Iterable[Stack]:
+        """Give many messages to the rules."""
+        stacks = [Numbers(stack) for stack in stretch.stacks]
+        for rule in self.rules:
+            self._heard(rule.take(stacks))
+        return ()
+
+    def finish(self) -> Iterable[Message]:
+        """Let the rules conclude."""
+        for rule in self.rules:
+            self._heard(rule.finish())
+        return ()
+
+    def _heard(self, found: Iterable[Message]) -> None:
+        for message in found:
+            self._keep(message)

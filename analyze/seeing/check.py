@@ -1,37 +1,191 @@
-"""Checks a trace by rules."""
+"""Checks a trace, or a training while it runs, by rules."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from analyze.registry import instances
-from analyze.rules import RULES
-from analyze.rules.by_tables import ByTables
-from analyze.rules.coverage import Coverage
+from analyze.rules import RESULTS, RULES
+from analyze.rules.coverage import Coverage, in_table
 from analyze.rules.coverage import together as coverage_of
-from analyze.rules.finding import Finding
-from analyze.rules.rule import Rule
-from analyze.rules.table_rule import TableRule
-from analyze.seeing.findings import Checked, Findings, in_time
-from tracer.errors import MessageError, TraceCorruptError
+from analyze.rules.finding import Finding, Severity, json_of
+from analyze.rules.rule import Rule, TableRule
+from analyze.rules.tables import ByTables, Reader
+from tracer.errors import MessageError, StopTraining, TraceCorruptError
 from tracer.format.journal import Column
-from tracer.messaging.messages import DEFAULT_TAG, KINDS
+from tracer.messaging.messages import DEFAULT_TAG, KINDS, Message
 from tracer.messaging.receiver import Receiver
 from tracer.messaging.subscriber import can_run_again, run_again
 from tracer.messaging.subscription import is_doubled
 from tracer.observing.probes import PROBE
-from tracer.replaying.audience import Audience
-from tracer.replaying.filters import Filters
+from tracer.replaying.filters import Audience, Filters
 from tracer.replaying.replay import replay
 from tracer.replaying.wanted import wanted_of
+from tracer.shown import table
 from tracer.stores.locations import Anywhere
 from tracer.trace.reader import TraceReader
 from tracer.trace.selection import Steps
+
+TO_COMPARE = (
+    "similarity of layers needs the same inputs at several steps: trace record --probe 64 SCRIPT.py records them, and "
+    "trace reenact RUN --probe FILE --every-keyframe SCRIPT.py computes them for a run with keyframes"
+)
+"""How to get the activations that similarities of layers need."""
+_ORDER = {name: number for number, name in enumerate(RULES)}
+
+
+def in_time(found: Finding) -> tuple[int, int]:
+    """Sort key: the first step of a finding, then the order of causes (that of `RULES`)."""
+    return found.first, _ORDER.get(found.rule, len(_ORDER))
+
+
+class Findings(Receiver):
+    """A receiver that keeps findings; a later message about the same finding replaces the earlier.
+
+    Parameters
+    ----------
+    rules : iterable of Rule
+        The rules whose findings are kept.
+    """
+
+    passive = True
+    scope = "message"
+    name = "findings"
+
+    def __init__(self, rules: Iterable[Rule]) -> None:
+        self.rules = {kind: rule for rule in rules for kind in rule.produces}
+        self.kept: dict[tuple[Any, ...], Finding] = {}
+
+    def wants(self, kind: str, module: str | None, tag: str | None, step: int | None) -> bool:
+        """Whether one of the rules produces this kind."""
+        return kind in self.rules
+
+    def receive(self, message: Message) -> Iterable[Message]:
+        """Keep a finding."""
+        self.keep(message)
+        return ()
+
+    def keep(self, message: Message) -> tuple[Finding, bool]:
+        """Keep the finding of a message; return it, and whether it is new."""
+        found = self.rules[message.kind].finding(message)
+        key = (found.rule, found.kind, found.module, found.tag, found.leaf, found.rank, found.first)
+        new = key not in self.kept
+        self.kept[key] = found
+        return found, new
+
+    def __iter__(self) -> Iterator[Finding]:
+        return iter(sorted(self.kept.values(), key=in_time))
+
+
+@dataclass(frozen=True)
+class Checked:
+    """The verdict of rules on a trace.
+
+    Attributes
+    ----------
+    trace : str
+        Path of the trace.
+    status : str
+        As `tracer.TraceReader.status`.
+    findings : tuple of Finding
+        In the order of their first steps.
+    coverage : mapping of str to Coverage
+        For each rule that had something to judge: at which steps and in which streams it judged.
+    unjudged : mapping of str to str
+        For each other rule, why it could not judge.
+    steps : int
+        How many steps of the training were recorded; of a trace without a training, how many steps.
+    span : tuple of int or None
+        The first and the last of them.
+    damage : str
+        What ended the reading early; empty if nothing did.
+    probed : bool
+        Whether there are passes of a probe, from which similarities of layers can be computed.
+    """
+
+    trace: str
+    status: str
+    findings: tuple[Finding, ...]
+    coverage: Mapping[str, Coverage] = field(default_factory=dict)
+    unjudged: Mapping[str, str] = field(default_factory=dict)
+    steps: int = 0
+    span: tuple[int, int] | None = None
+    damage: str = ""
+    probed: bool = False
+
+    @property
+    def worst(self) -> Finding | None:
+        """The first of the most severe findings, those of `RESULTS` last; None without findings."""
+        return min(self.findings, key=lambda one: (-one.severity, one.rule in RESULTS, *in_time(one)), default=None)
+
+    @property
+    def severity(self) -> Severity | None:
+        """The highest severity; None without findings."""
+        return max((one.severity for one in self.findings), default=None)
+
+    @property
+    def looked(self) -> tuple[str, ...]:
+        """The rules that had something to judge."""
+        return tuple(self.coverage)
+
+    @property
+    def silent(self) -> tuple[str, ...]:
+        """The rules that found nothing where they judged; `coverage` says where that was."""
+        fired = {one.rule for one in self.findings}
+        return tuple(name for name in self.looked if name not in fired)
+
+    @property
+    def whole(self) -> tuple[str, ...]:
+        """The rules that judged all recorded steps of the training, in each stream that they judged."""
+        return tuple(name for name, one in self.coverage.items() if one.complete and one.of == self.steps)
+
+    @property
+    def verdict(self) -> str:
+        """The worst finding with step, place and evidence; or, without findings, how many rules judged how much."""
+        worst = self.worst
+        if worst is not None:
+            return f"{worst.severity}: {worst.title}: {worst.evidence}"
+        steps = f"{self.steps:,} step{'s' if self.steps != 1 else ''}"
+        if not self.looked:
+            return f"nothing could be judged in {steps}"
+        told, whole = f"nothing found by {len(self.looked)} rule{'s' if len(self.looked) != 1 else ''}", self.whole
+        if len(whole) == len(self.looked):
+            return f"{told} over {steps}"
+        if len(self.looked) == 1:
+            (only,) = self.coverage.values()
+            return f"{told}, which judged {only.judged} steps"
+        return f"{told}, of which {len(whole) or 'none'} judged all {steps}"
+
+    def _repr_html_(self) -> str:
+        """The verdict and the findings, for notebooks."""
+        columns = ("step", "severity", "rule", "where", "steps", "evidence")
+        rows = [(one.first, one.severity, one.rule, one.place, one.steps, one.evidence) for one in self.findings]
+        told = table(columns, rows, self.verdict)
+        return told + table(*in_table(self.coverage, (one.rule for one in self.findings)), "what each rule judged")
+
+    def as_json(self) -> dict[str, Any]:
+        """All fields in JSON values, as `trace check --json` prints them."""
+        names = (
+            "trace",
+            "status",
+            "verdict",
+            "severity",
+            "steps",
+            "span",
+            "findings",
+            "coverage",
+            "silent",
+            "unjudged",
+        )
+        return json_of(self, *names, "damage", "probed")
+
 
 Wanted = str | Rule | Iterable[str | Rule]
 
@@ -144,16 +298,30 @@ def _check_rank(reader: TraceReader, rules: Sequence[Rule], steps: Steps | None)
     """What rules find in a trace of one rank."""
     unjudged = {rule.name: lacking(rule, reader) for rule in rules}
     able = [rule for rule in rules if not unjudged[rule.name]]
-    findings, damage = Findings(able), ""
+    findings = Findings(able)
     tabled, others = by_tables(able, reader)
-    each: list[list[Receiver]] = [[ByTables(tabled, findings.receive)]] if tabled else []
-    each += [[*others, findings]] if others else []
-    for receivers in each:
+    damage = replayed(reader, tabled, [*others, findings] if others else [], findings, steps=steps)
+    return concluded(reader, able, unjudged, findings, steps=steps, damage=damage)
+
+
+def replayed(
+    trace: Anywhere | TraceReader, tabled: Sequence[Reader], others: Sequence[Receiver], findings: Findings, **how: Any
+) -> str:
+    """Replay a trace by tables for some rules, and by messages for other receivers.
+
+    Returns
+    -------
+    str
+        The damage that ended a replay; empty if there was none.
+    """
+    damage = ""
+    for receivers in ([ByTables(tabled, findings.receive)] if tabled else [], others):
         try:
-            replay(reader, *receivers, steps=steps)
+            if receivers:
+                replay(trace, *receivers, **how)
         except TraceCorruptError as error:
             damage = str(error)
-    return concluded(reader, able, unjudged, findings, steps=steps, damage=damage)
+    return damage
 
 
 def by_tables(rules: Sequence[Rule], reader: TraceReader) -> tuple[list[TableRule], list[Rule]]:
@@ -254,3 +422,113 @@ def lacking(rule: Rule, reader: TraceReader, rank: int | None = None) -> str:
     if all(any({f"{kind}_hash", f"{kind}_statistics"} & known for kind in kinds) for kinds in absent):
         told += ", of which only hashes or statistics were kept"
     return f"{told}; {run_again(rule.needs)}" if can_run_again(known) else told
+
+
+class TrainingStopped(StopTraining):
+    """Raised by a `Watch` on a finding of the severity `stop_on`, or above.
+
+    Attributes
+    ----------
+    finding : Finding
+    """
+
+    def __init__(self, finding: Finding) -> None:
+        super().__init__(f"{finding.title}: {finding.evidence}")
+        self.finding = finding
+
+
+@final
+class Watch(Receiver):
+    """A receiver for `tracer.record` that judges a training by rules.
+
+    It requests no messages beyond those that are recorded, so the rules are its only cost. Its findings are those of
+    `analyze.check` on the trace.
+
+    Parameters
+    ----------
+    rules : Rule or str, or several
+        As in `analyze.check`; by default all.
+    on_finding : callable, optional
+        Called once with each new `Finding`. A finding may be updated later; `findings` holds the latest version.
+    stop_on : {"note", "warning", "error"}, optional
+        A finding of at least this severity raises `TrainingStopped` in the training loop.
+
+    Attributes
+    ----------
+    findings : Findings
+    stopped : Finding or None
+        The finding for which `TrainingStopped` was raised.
+
+    Raises
+    ------
+    TracerError
+        What `analyze.check` raises for rules; also if there is no such severity.
+
+    Examples
+    --------
+    >>> import tempfile, torch, tracer
+    >>> watch = Watch(on_finding=lambda found: print(found.title), stop_on="error")
+    >>> model = torch.nn.Linear(3, 2)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=1e30)
+    >>> try:
+    ...     with tracer.record(tempfile.mkdtemp() + "/run.zarr", model, optimizer, receivers=[watch]):
+    ...         for _ in range(9):
+    ...             optimizer.zero_grad()
+    ...             model(torch.ones(4, 3)).square().mean().backward()
+    ...             optimizer.step()
+    ... except TrainingStopped as stopped:
+    ...     print(stopped.finding.rule)
+    not_finite in loss at step 1
+    not_finite
+    """
+
+    passive = True
+    name = "watch"
+
+    def __init__(
+        self,
+        rules: Wanted | None = None,
+        *,
+        on_finding: Callable[[Finding], object] | None = None,
+        stop_on: str | None = None,
+    ) -> None:
+        self.rules: list[Rule] = rules_of(rules)
+        self.findings = Findings(self.rules)
+        self.on_finding = on_finding
+        self.stop_on = None if stop_on is None else Severity.named(stop_on)
+        self.stopped: Finding | None = None
+        self.produces = tuple(kind for rule in self.rules for kind in rule.produces)
+
+    @property
+    def reached(self) -> list[Finding]:
+        """The findings that are at least as severe as `stop_on`."""
+        return [] if self.stop_on is None else [one for one in self.findings if one.severity >= self.stop_on]
+
+    def wants(self, kind: str, module: str | None, tag: str | None, step: int | None) -> bool:
+        """Whether one of the rules takes such a message."""
+        return any(rule.wants(kind, module, tag, step) for rule in self.rules)
+
+    def know_model(self, model: Mapping[str, Any]) -> None:
+        """Pass the model to the rules."""
+        for rule in self.rules:
+            rule.know_model(model)
+
+    def receive(self, message: Message) -> Iterator[Message]:
+        """Pass a message to the rules."""
+        for rule in self.rules:
+            yield from self._kept(rule.receive(message), stop=True)  # a rule ignores messages that it does not want
+
+    def finish(self) -> Iterator[Message]:
+        """Let the rules judge what they still hold."""
+        for rule in self.rules:
+            yield from self._kept(rule.finish(), stop=False)
+
+    def _kept(self, answers: Iterable[Message], *, stop: bool) -> Iterator[Message]:
+        for answer in answers:
+            found, new = self.findings.keep(answer)
+            if new and self.on_finding is not None:
+                self.on_finding(found)
+            yield answer
+            if new and stop and self.stop_on is not None and found.severity >= self.stop_on:
+                self.stopped = self.stopped or found
+                raise TrainingStopped(found)

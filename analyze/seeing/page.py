@@ -8,29 +8,25 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from analyze.seeing.gathered import Gathered
-from analyze.seeing.layers import layers
-from analyze.seeing.panels import arrays, curves, heat, loss, provenance, rates, rules, similarity, table, zoom
-from analyze.seeing.panels.panel import Panel
-from analyze.seeing.words import text
+from bokeh.embed import components
+from bokeh.models import Range1d
+from bokeh.resources import Resources
+
+from analyze.seeing.curves import SELECTED, arrays_panel, curves_panel, lines_of, loss_panel, rates_panel
+from analyze.seeing.gathered import Gathered, layers
+from analyze.seeing.heat import heat_panel, zoom_panel
+from analyze.seeing.panel import Panel, part
+from analyze.seeing.sections import layers_panel, provenance_panel, rules_panel
+from analyze.seeing.similarity import similarity_panel
 from tracer.shown import printable
-
-if TYPE_CHECKING:
-    from bokeh.models import Range1d
 
 POLICY = (
     "default-src 'none'; script-src 'unsafe-eval' {scripts}; style-src 'unsafe-inline'; img-src data: blob:; "
     "font-src data:; connect-src {connects}; base-uri 'none'; form-action 'none'"
 )
 """Only scripts with these digests run, and only `connects` may be contacted. Bokeh needs eval for its callbacks."""
-
-LIVE = (
-    '<div class="bar live"><label id="follow-label" hidden><input type="checkbox" id="follow" checked> update'
-    '</label> <span id="state" role="status">Connects to its server.</span></div>'
-)
-"""The bar of a page with a server: update or not, and the state of the connection."""
 
 
 def page(found: Gathered, references: Sequence[Gathered] = ()) -> str:
@@ -52,8 +48,6 @@ def page(found: Gathered, references: Sequence[Gathered] = ()) -> str:
     TracerError
         If Bokeh is not installed.
     """
-    from bokeh.embed import components
-
     panels = panels_of(found, references, steps_of(found))
     pictures = {one.name: one.picture for one in panels if one.picture is not None}
     script, places = components(pictures, wrap_script=False) if pictures else ("", {})
@@ -62,8 +56,6 @@ def page(found: Gathered, references: Sequence[Gathered] = ()) -> str:
 
 def steps_of(found: Gathered) -> Range1d:
     """The range of steps that all pictures over the whole run share, so that a zoom moves all of them."""
-    from bokeh.models import Range1d
-
     start, end = bounds_of(found)
     return Range1d(start, end, bounds=(start, end), name="steps")
 
@@ -91,18 +83,18 @@ def panels_of(
     """
     order = layers(found)
     shown = found if closer is None else closer
-    packs, known = curves.lines_of(shown, order)
+    packs, known = lines_of(shown, order)
     return [
-        loss.panel(shown, references, steps),
-        rates.panel(shown, steps),
-        heat.panel(shown, references[0] if references else None, order, steps),
-        zoom.panel(found, order),
-        table.panel(order, set(known), known[: curves.SELECTED]),
-        rules.panel(found.checked),
-        curves.panel(shown, packs, steps),
-        arrays.panel(shown, order, steps),
-        similarity.panel(shown, order),
-        provenance.panel(found),
+        loss_panel(shown, references, steps),
+        rates_panel(shown, steps),
+        heat_panel(shown, references[0] if references else None, order, steps),
+        zoom_panel(found, order),
+        layers_panel(order, set(known), known[:SELECTED]),
+        rules_panel(found.checked),
+        curves_panel(shown, packs, steps),
+        arrays_panel(shown, order, steps),
+        similarity_panel(shown, order),
+        provenance_panel(found),
     ]
 
 
@@ -142,32 +134,24 @@ def html_of(
     connects : str
         The ``connect-src`` of the content security policy.
     """
-    from bokeh.resources import Resources
-
     own = files("analyze.seeing")
     library = "\n".join(Resources(mode="inline", components=["bokeh"], log_level="error").js_raw) if places else ""
     scripts = [_inert(one) for one in (library, script, own.joinpath("page.js").read_text("utf-8")) if one]
-    policy = POLICY.format(scripts=" ".join(map(_digest, scripts)), connects=connects)
-    sections = "".join(_section(one, places.get(one.name, "")) for one in panels)
-    links = "".join(f'<a href="#{one.name}">{text(one.title)}</a>' for one in panels)
-    return "".join(
-        [
-            '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">',
-            f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{text(_name(found))}: {text(found.checked.verdict)}</title>",
-            f"<style>{own.joinpath('page.css').read_text('utf-8')}</style></head><body>",
-            '<button type="button" id="theme" aria-label="Light or dark">◐</button>',
-            f"<header>{header_of(found, references)}</header>",
-            f'<nav aria-label="Parts of this page">{links}</nav>',
-            _steps_bar(found) if places else "",
-            LIVE if connects != "'none'" else "",
-            f"<main>{sections}</main>",
-            f'<script type="application/json" id="data">{inert_json(data_of(panels))}</script>',
-            *(f"<script>{one}</script>" for one in scripts),
-            "</body></html>\n",
-        ]
+    document = part(
+        "document",
+        name=_name(found),
+        verdict=found.checked.verdict,
+        policy=POLICY.format(scripts=" ".join(map(_digest, scripts)), connects=connects),
+        css=own.joinpath("page.css").read_text("utf-8"),
+        header=header_of(found, references),
+        panels=panels,
+        places=places,
+        span=found.span or (0, 0),
+        live=connects != "'none'",
+        data=inert_json(data_of(panels)),
+        scripts=scripts,
     )
+    return f"<!DOCTYPE html>\n{document}\n"
 
 
 def _name(found: Gathered) -> str:
@@ -177,18 +161,15 @@ def _name(found: Gathered) -> str:
 def header_of(found: Gathered, references: Sequence[Gathered]) -> str:
     """The verdict, problems of the trace, and the extent of the run, as HTML."""
     severity = found.checked.severity
-    badge = "" if severity is None else f'<span class="badge severity-{int(severity)}">{text(severity)}</span> '
-    lines = [f"{text(_name(found))}: {_extent(found)}; the run is {text(found.info['status'])}."]
+    lines = [f"{_name(found)}: {_extent(found)}; the run is {found.info['status']}"]
     if references:
-        lines.append(f"Compared with {', '.join(text(_name(one)) for one in references)}.")
-    lines += [f"{text(remark)}." for remark in found.remarks]
-    warnings = [*([found.damage] if found.damage else []), *map(str, found.info["problems"])]
+        lines.append(f"Compared with {', '.join(map(_name, references))}")
+    warnings = [*([found.damage] if found.damage else []), *found.info["problems"]]
     warnings += [f"{_name(one)}: {one.damage}" for one in references if one.damage]
     if found.damage:
         warnings.append("This page shows what could be read")
-    told = "".join(f'<p class="problem">{text(one)}.</p>' for one in warnings)
-    verdict = text(found.checked.verdict.removeprefix(f"{severity}: "))
-    return f"<h1>{badge}{verdict}</h1>{told}{''.join(f'<p>{line}</p>' for line in lines)}"
+    verdict = found.checked.verdict.removeprefix(f"{severity}: ")
+    return part("heading", severity, verdict, warnings, [*lines, *found.remarks])
 
 
 def _extent(found: Gathered) -> str:
@@ -200,36 +181,6 @@ def _extent(found: Gathered) -> str:
     recorded = found.checked.steps
     told = "all of them recorded" if recorded == last - first + 1 else f"of which {recorded:,} were recorded"
     return f"steps {first} to {last}, {told}; {len(found.layers):,} layers"
-
-
-def _steps_bar(found: Gathered) -> str:
-    first, last = found.span or (0, 0)
-    number = f'type="number" min="{first}" max="{last}" step="1"'
-    return (
-        '<div class="bar" role="group" aria-label="Steps shown in all pictures">'
-        f'<label>Steps <input id="from" {number} value="{first}"></label>'
-        f'<label>to <input id="to" {number} value="{last}"></label>'
-        '<button type="button" id="earlier" aria-label="earlier steps">←</button>'
-        '<button type="button" id="later" aria-label="later steps">→</button>'
-        '<button type="button" id="closer" aria-label="fewer steps">+</button>'
-        '<button type="button" id="farther" aria-label="more steps">−</button>'
-        '<button type="button" id="all">all</button></div>'
-    )
-
-
-def _section(one: Panel, place: str) -> str:
-    figure = ""
-    if place:
-        alternative = text(one.alternative)
-        figure = (
-            f'<figure{"" if one.picture is not None else " hidden"}><div class="picture" role="img" tabindex="0" '
-            f'aria-label="{alternative}" id="{one.name}-picture">{place}</div>'
-            f"<figcaption>{alternative}</figcaption></figure>"
-        )
-    return (
-        f'<section id="{one.name}" aria-labelledby="{one.name}-title"><h2 id="{one.name}-title">{text(one.title)}</h2>'
-        f'<div class="before">{one.before}</div>{figure}</section>'
-    )
 
 
 def _inert(script: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,36 +24,14 @@ _COMPARING: Final = ("angular", "cca", "cka", "procrustes", "pwcca", "r2_cca", "
 """The metrics whose statuses are those of similarities."""
 _NETWORK: Final = ""
 """The label of the network's own answers, as in the column ``module``."""
-_OF_STREAMS: Final = ("trace", "subscriber", "tag", "rank")
-"""The fields of streams that become axes where they differ, besides the call and the layer."""
+_FIELDS: Final[tuple[str, ...]] = ("trace", "subscriber", "tag", "rank", "call")
+"""The fields of answers that become axes where they differ, besides the layer."""
+_AXES: Final[tuple[str, ...]] = ("trace", "subscriber", "tag", "rank", "step", "call", "layer")
 _FIRST: Final = ("call", 0)
 _LARGE: Final = 1 << 27
 """A larger array (more than 1 GiB) is made only if answers fill at least a sixteenth of it."""
-
-
-class _Kind(NamedTuple):
-    """The answers of one kind: their positions, their axes, and what they have in common."""
-
-    name: str
-    chosen: NDArray[np.int64]
-    axes: dict[str, list[Any]]
-    shared: dict[str, Any]
-    shape: tuple[int, ...]
-
-
-class _All(NamedTuple):
-    """All answers, as arrays."""
-
-    columns: Columns
-    stream_ids: NDArray[np.int64]
-    starts: NDArray[np.int64]
-    counters: dict[str, NDArray[np.int64]]
-
-    @classmethod
-    def of(cls, columns: Columns) -> _All:
-        """Make it from columns."""
-        counters = {name: np.array(counter, np.int64) for name, counter in columns.counters.items()}
-        return cls(columns, np.array(columns.stream_ids, np.int64), np.array(columns.starts, np.int64), counters)
+_Fields = dict[str, NDArray[Any]]
+"""The fields of some answers: an array of each, with an entry for each answer."""
 
 
 def words(values: Iterable[object]) -> NDArray[np.object_]:
@@ -67,160 +45,146 @@ def words(values: Iterable[object]) -> NDArray[np.object_]:
 def dataset_of(answers: Columns, kinds: str | Iterable[str] | None = None) -> Any:
     """Answers as a dataset: see `analyze.Results.to_xarray`."""
     xr = xarray()
-    there = _All.of(answers)
-    chosen = _chosen(there, kinds)
-    everything = np.concatenate([np.zeros(0, np.int64), *(one.chosen for one in chosen)])
+    there = _fields(answers)
+    chosen = {
+        kind: {name: values[at] for name, values in there.items()} for kind, at in _positions(there, kinds).items()
+    }
+    differing = {kind: _differing(of) for kind, of in chosen.items()}
     axes: dict[str, list[Any]] = {}
-    for one in chosen:
-        for axis, values in one.axes.items():
+    for of_kind in differing.values():
+        for axis, values in of_kind.items():
             axes[axis] = list(dict.fromkeys([*axes.get(axis, ()), *values]))
     coordinates: dict[str, Any] = {
         axis: (axis, np.array(sorted(values), np.int64) if isinstance(values[0], int) else words(values))
         for axis, values in axes.items()
     }
-    steps = np.unique(there.counters["global_step"][everything])
+    together = {
+        name: np.concatenate([values[:0], *(of[name] for of in chosen.values())]) for name, values in there.items()
+    }
+    steps = np.unique(together["step"])
     coordinates["step"] = ("step", steps, {"long_name": "global step"})
     coordinates.setdefault("layer", ("layer", words(())))
-    coordinates |= _counters(there, everything, steps)
-    places = {axis: {value: at for at, value in enumerate(coordinates[axis][1].tolist())} for axis in ("step", *axes)}
-    variables = {
+    coordinates |= _counters(together, steps)
+    variables = {}
+    for kind, of in chosen.items():
+        places = {axis: coordinates[axis][1].tolist() for axis in _AXES if axis in differing[kind] or axis == "step"}
         # xarray would take a variable with the name of an axis for its coordinate
-        f"{one.name}_value" if one.name in coordinates else one.name: _variable(there, one, places)
-        for one in chosen
-    }
+        name = f"{kind}_value" if kind in coordinates else kind
+        variables[name] = _variable(answers, kind, of, places)
     traces = {stream.trace for stream in answers.streams}
     return xr.Dataset(variables, coordinates, {"trace": traces.pop()} if len(traces) == 1 else {})
 
 
-def _chosen(there: _All, kinds: str | Iterable[str] | None) -> list[_Kind]:
-    """The answers with numbers, by kind.
+def _fields(answers: Columns) -> _Fields:
+    """The fields of all answers, their positions, and how many numbers each has."""
+    ids = np.array(answers.stream_ids, np.int64)
+    of_streams = {name: name for name in ("kind", *_FIELDS[:-1])} | {"layer": "place"}
+    found: _Fields = {
+        name: words(getattr(one, field) for one in answers.streams)[ids] for name, field in of_streams.items()
+    }
+    counters = {name: np.array(counter, np.int64) for name, counter in answers.counters.items()}
+    found |= counters | {"step": counters["global_step"], "at": np.arange(len(ids))}
+    starts = np.array(answers.starts, np.int64)
+    return found | {"start": starts[:-1], "size": np.diff(starts)}
+
+
+def _positions(there: _Fields, kinds: str | Iterable[str] | None) -> dict[str, NDArray[np.int64]]:
+    """The positions of the answers with numbers, by kind.
 
     Raises
     ------
     UnknownNameError
         If no answer has one of the kinds.
-    MessageError
-        If answers of a kind have different numbers of axes.
     """
-    of_kind: dict[str, list[int]] = {}
-    for number, stream in enumerate(there.columns.streams):
-        of_kind.setdefault(stream.kind, []).append(number)
-    full = np.flatnonzero(np.diff(there.starts) > 0)
-    positions = {kind: full[np.isin(there.stream_ids[full], numbers)] for kind, numbers in of_kind.items()}
-    positions = {kind: at for kind, at in positions.items() if len(at)}
-    wanted = list(positions) if kinds is None else [kinds] if isinstance(kinds, str) else list(dict.fromkeys(kinds))
+    full = np.flatnonzero(there["size"] > 0)
+    found = {kind: full[there["kind"][full] == kind] for kind in dict.fromkeys(there["kind"].tolist())}
+    found = {kind: at for kind, at in found.items() if len(at)}
+    wanted = list(found) if kinds is None else [kinds] if isinstance(kinds, str) else list(dict.fromkeys(kinds))
     for kind in wanted:
-        if kind not in positions:
-            raise UnknownNameError.of("kind of answer", kind, positions)
-    return [_kind(there, kind, positions[kind]) for kind in wanted]
+        if kind not in found:
+            raise UnknownNameError.of("kind of answer", kind, found)
+    return {kind: found[kind] for kind in wanted}
 
 
-def _kind(there: _All, name: str, chosen: NDArray[np.int64]) -> _Kind:
-    shapes = {there.columns.shapes[at] for at in chosen.tolist()}
-    if len({len(shape) for shape in shapes}) > 1:
+def _differing(of: _Fields) -> dict[str, list[Any]]:
+    """The axes that the answers of a kind have besides the step, with their values in the order of the answers."""
+    found = {axis: list(dict.fromkeys(of[axis].tolist())) for axis in (*_FIELDS, "layer")}
+    return {axis: values for axis, values in found.items() if (values != [""] if axis == "layer" else len(values) > 1)}
+
+
+def _variable(answers: Columns, kind: str, of: _Fields, places: Mapping[str, list[Any]]) -> tuple[Any, ...]:
+    """The axes, the values and the attributes of the variable of a kind; `places`: the values along each axis.
+
+    Raises
+    ------
+    MessageError
+        If the answers have different numbers of axes, if several have the same place, or if most of it were empty.
+    """
+    shapes = [answers.shapes[at] for at in of["at"].tolist()]
+    if len(set(map(len, shapes))) > 1:
         told = " and ".join(str(one) for one in (min(shapes, key=len), max(shapes, key=len)))
         raise MessageError(
-            f"answers of {name} have shapes such as {told}, which no array has together; name other kinds, or take "
+            f"answers of {kind} have shapes such as {told}, which no array has together; name other kinds, or take "
             "to_pandas, which has a row for each number"
         )
-    axes: dict[str, list[Any]] = {}
-    shared: dict[str, Any] = {}
-    streams = [there.columns.streams[number] for number in _in_order(there.stream_ids[chosen])]
-    values = {axis: list(dict.fromkeys(getattr(stream, axis) for stream in streams)) for axis in _OF_STREAMS}
-    for axis, different in {**values, "call": _in_order(there.counters["call"][chosen])}.items():
-        if len(different) > 1:
-            axes[axis] = different
-        else:
-            shared[axis] = different[0]
-    layers = list(dict.fromkeys(stream.place for stream in streams))
-    if layers != [_NETWORK]:
-        axes["layer"] = layers
-    longest = tuple(max(sizes) for sizes in zip(*shapes, strict=True))
-    return _Kind(name, chosen, axes, shared, longest)
-
-
-def _in_order(numbers: NDArray[np.int64]) -> list[int]:
-    """The distinct numbers, in order of first occurrence."""
-    different, first = np.unique(numbers, return_index=True)
-    found: list[int] = different[np.argsort(first)].tolist()
-    return found
-
-
-def _variable(there: _All, one: _Kind, places: Mapping[str, Mapping[Any, int]]) -> tuple[Any, ...]:
-    """The axes, the values and the attributes of the variable of a kind."""
-    axes = [axis for axis in (*_OF_STREAMS, "step", "call", "layer") if axis in one.axes or axis == "step"]
-    sizes = [*(len(places[axis]) for axis in axes), *one.shape]
-    starts = there.starts[one.chosen]
-    filled = int((there.starts[one.chosen + 1] - starts).sum())
+    longest = [max(sizes) for sizes in zip(*set(shapes), strict=True)]
+    sizes, filled = [*map(len, places.values()), *longest], int(of["size"].sum())
     if math.prod(sizes) > max(_LARGE, 16 * filled):
         raise MessageError(
-            f"an array of {one.name} would have {' x '.join(map(str, sizes))} numbers for {filled:,} answers; ask for "
+            f"an array of {kind} would have {' x '.join(map(str, sizes))} numbers for {filled:,} answers; ask for "
             "fewer steps or layers, or take to_pandas"
         )
-    where = tuple(_along(there, one, axis, places[axis]) for axis in axes)
-    _check_apart(there, one, np.ravel_multi_index(where, sizes[: len(axes)]))
+    where = []
+    for axis, along in places.items():
+        place = {value: at for at, value in enumerate(along)}
+        where.append(np.array([place[value] for value in of[axis].tolist()], np.int64))
+    _check_apart(kind, of, np.ravel_multi_index(where, sizes[: len(places)]))
     values = np.full(sizes, np.nan)
-    numbers = np.frombuffer(there.columns.values, np.float64)
-    if not one.shape:
-        values[where] = numbers[starts]
-    else:
-        for at, start, *place in zip(one.chosen.tolist(), starts.tolist(), *where, strict=True):
-            shape = there.columns.shapes[at]
-            inside = tuple(slice(0, size) for size in shape)
-            values[(*place, *inside)] = numbers[start : start + math.prod(shape)].reshape(shape)
-    return (*axes, *(f"{one.name}_axis{axis}" for axis in range(len(one.shape)))), values, _attributes(one)
+    if not longest:
+        values[tuple(where)] = np.array(answers.values)[of["start"]]
+    for at, shape, *index in zip(of["at"].tolist(), shapes, *where, strict=True) if longest else ():
+        inside = tuple(slice(0, size) for size in shape)
+        values[(*index, *inside)] = np.array(answers.numbers(at)).reshape(shape)
+    return (*places, *(f"{kind}_axis{axis}" for axis in range(len(longest)))), values, _attributes(kind, of, places)
 
 
-def _along(there: _All, one: _Kind, axis: str, places: Mapping[Any, int]) -> NDArray[np.int64]:
-    """The index of each answer on an axis."""
-    if axis in ("step", "call"):
-        known = np.array(list(places), np.int64)  # ascending
-        return np.searchsorted(known, there.counters["global_step" if axis == "step" else "call"][one.chosen])
-    field = "place" if axis == "layer" else axis
-    of_stream = [places.get(getattr(stream, field), -1) for stream in there.columns.streams]
-    return np.array(of_stream, np.int64)[there.stream_ids[one.chosen]]
-
-
-def _check_apart(there: _All, one: _Kind, flat: NDArray[np.int64]) -> None:
-    order = np.argsort(flat, kind="stable")
-    twice = np.flatnonzero(np.diff(flat[order]) == 0)
-    if len(twice):
-        at = int(one.chosen[order[twice[0]]])
-        stream = there.columns.streams[int(there.stream_ids[at])]
+def _check_apart(kind: str, of: _Fields, flat: NDArray[np.int64]) -> None:
+    """Raise `MessageError` if two answers have the same place."""
+    different, first, counts = np.unique(flat, return_index=True, return_counts=True)
+    if len(different) < len(flat):
+        at = int(first[counts > 1][0])
         raise MessageError(
-            f"there are several answers of {one.name} of {stream.place or 'the network'} at step "
-            f"{there.counters['global_step'][at]}, of which an array holds one; take to_pandas, which has all"
+            f"there are several answers of {kind} of {of['layer'][at] or 'the network'} at step {of['step'][at]}, of "
+            "which an array holds one; take to_pandas, which has all"
         )
 
 
-def _attributes(one: _Kind) -> dict[str, Any]:
+def _attributes(kind: str, of: _Fields, places: Mapping[str, list[Any]]) -> dict[str, Any]:
     """The fields that all answers of a kind share, the unit if known, and the meanings of statuses."""
-    told: dict[str, Any] = {
-        axis: value for axis, value in one.shared.items() if value != "" and (axis, value) != _FIRST
-    }
-    metric = one.shared.get("subscriber", "")
-    if metric in UNITS and one.name.endswith((f"_{metric}", f"_{metric}_null")):
+    shared = {axis: of[axis].tolist()[0] for axis in _FIELDS if axis not in places}
+    told: dict[str, Any] = {axis: value for axis, value in shared.items() if value != "" and (axis, value) != _FIRST}
+    metric = shared.get("subscriber", "")
+    if metric in UNITS and kind.endswith((f"_{metric}", f"_{metric}_null")):
         told["units"] = UNITS[metric]
-    if metric in _COMPARING and one.name.endswith(f"_{metric}_status"):
+    if metric in _COMPARING and kind.endswith(f"_{metric}_status"):
         told |= flags()
     return told
 
 
 def flags() -> dict[str, Any]:
     """The meanings of similarity statuses as CF flags (climate and forecast conventions, CF 1.11, section 3.5)."""
-    from analyze.metrics.similarity.bases import STATUSES
+    from analyze.metrics.similarity.datapoints import STATUSES
 
     return {"flag_values": list(range(len(STATUSES))), "flag_meanings": " ".join(STATUSES)}
 
 
-def _counters(there: _All, chosen: NDArray[np.int64], steps: NDArray[np.int64]) -> dict[str, Any]:
+def _counters(of: _Fields, steps: NDArray[np.int64]) -> dict[str, Any]:
     """The epoch and the train step of each step; each only if all answers of a step agree."""
     found: dict[str, Any] = {}
-    place = np.searchsorted(steps, there.counters["global_step"][chosen])
+    place = np.searchsorted(steps, of["step"])
     for name in ("epoch", "train_step"):
-        numbers = there.counters[name][chosen]
         of_step = np.zeros(len(steps), np.int64)
-        of_step[place] = numbers
-        if np.array_equal(of_step[place], numbers):
+        of_step[place] = of[name]
+        if np.array_equal(of_step[place], of[name]):
             found[name] = ("step", of_step)
     return found

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from analyze.tables.columns import Columns
 from analyze.tables.layout import shortened
-from analyze.tables.sparkline import mean_of
+from analyze.tables.series import mean_of
 from analyze.tables.writing import needed
 from tracer.errors import MessageError
 from tracer.messaging.messages import DEFAULT_TAG

@@ -8,13 +8,10 @@ from typing import Any, final
 
 from numpy.typing import NDArray
 
-from analyze.tables import arrays
+from analyze.tables import arrays, writing
 from analyze.tables.columns import COLUMNS, Answers, Columns, Row
 from analyze.tables.plotting import FORMATS, figure_of
-from analyze.tables.results_table import ResultsTable
-from analyze.tables.series import Series, series_of
-from analyze.tables.tensorboard import Clock, write_events
-from analyze.tables.writing import PathLike, new_file, pandas, write_csv, write_jsonl, write_parquet, write_trace
+from analyze.tables.series import ResultsTable, Series, series_of
 from tracer.errors import UnknownNameError
 from tracer.messaging.messages import Message
 from tracer.messaging.receiver import Receiver, describe
@@ -162,7 +159,7 @@ class Results:
         """The table as columns: lists of strings, and arrays of int64 and (``value``) float64."""
         return self._gathered().table()
 
-    def plot(self, path: PathLike | None = None, *, log: bool | None = None, overwrite: bool = False) -> Any:
+    def plot(self, path: writing.PathLike | None = None, *, log: bool | None = None, overwrite: bool = False) -> Any:
         """Draw the answers over their steps: a panel per kind, with a line per series, or a map beyond eight series.
 
         Parameters
@@ -194,7 +191,7 @@ class Results:
             raise UnknownNameError.of("format of figures", Path(path).suffix, FORMATS)
         figure = figure_of(self._gathered(), log=log)
         if path is not None:
-            with new_file(path, overwrite=overwrite) as temporary:
+            with writing.new_file(path, overwrite=overwrite) as temporary:
                 figure.savefig(temporary, format=Path(path).suffix[1:], dpi=150)
         return figure
 
@@ -224,7 +221,7 @@ class Results:
 
     # -- writing --------------------------------------------------------------------------------------------
 
-    def write(self, path: PathLike, *, overwrite: bool = False) -> None:
+    def write(self, path: writing.PathLike, *, overwrite: bool = False) -> None:
         """Write a file in the format that the suffix names: ``.csv .jsonl .parquet .zarr .h5``.
 
         A file appears complete or not at all.
@@ -250,24 +247,24 @@ class Results:
             raise UnknownNameError.of("format of results", suffix, writers)
         writers[suffix](path, overwrite=overwrite)
 
-    def to_csv(self, path: PathLike, *, overwrite: bool = False) -> None:
+    def to_csv(self, path: writing.PathLike, *, overwrite: bool = False) -> None:
         """Write comma-separated values, UTF-8, with a header line.
 
         Values read back as the same float64, including ``nan``, ``inf`` and ``-inf``. Texts that a spreadsheet would
         compute (``=1+1``) get an apostrophe before them, see `tracer.shown.in_cell`; a reader removes the
         first apostrophe of a text.
         """
-        write_csv(self, path, overwrite=overwrite)
+        writing.write_csv(self, path, overwrite=overwrite)
 
-    def to_jsonl(self, path: PathLike, *, overwrite: bool = False) -> None:
+    def to_jsonl(self, path: writing.PathLike, *, overwrite: bool = False) -> None:
         """Write JSON lines, UTF-8: one object with all columns per row.
 
         Values read back as the same float64. JSON has no non-finite numbers: they become the strings ``"NaN"``,
         ``"Infinity"`` and ``"-Infinity"``, which Python's ``float`` and JavaScript's ``Number`` parse.
         """
-        write_jsonl(self, path, overwrite=overwrite)
+        writing.write_jsonl(self, path, overwrite=overwrite)
 
-    def to_parquet(self, path: PathLike, *, overwrite: bool = False) -> None:
+    def to_parquet(self, path: writing.PathLike, *, overwrite: bool = False) -> None:
         """Write Parquet: strings, counters as int64, ``value`` as double.
 
         Raises
@@ -275,7 +272,7 @@ class Results:
         TracerError
             If pyarrow is not installed.
         """
-        write_parquet(self.columns(), path, overwrite=overwrite)
+        writing.write_parquet(self.columns(), path, overwrite=overwrite)
 
     def to_pandas(self) -> Any:
         """The table as a `pandas.DataFrame`.
@@ -285,7 +282,7 @@ class Results:
         TracerError
             If pandas is not installed.
         """
-        return pandas().DataFrame(self.columns(), columns=list(COLUMNS))
+        return writing.pandas().DataFrame(self.columns(), columns=list(COLUMNS))
 
     def to_xarray(self, kinds: str | Iterable[str] | None = None) -> Any:
         """The answers as an `xarray.Dataset`: a variable per kind, with the axes ``step`` and ``layer``.
@@ -317,7 +314,7 @@ class Results:
         """
         return arrays.dataset_of(self._gathered(), kinds)
 
-    def to_trace(self, path: PathLike, *, overwrite: bool = False) -> None:
+    def to_trace(self, path: writing.PathLike, *, overwrite: bool = False) -> None:
         """Write the answers as a trace (``.zarr`` or ``.h5``) that can be replayed like a recorded one.
 
         Raises
@@ -325,9 +322,9 @@ class Results:
         TraceError
             If the results come from several traces, whose steps would be mixed up.
         """
-        write_trace(self.messages(), self.traces, self.subscribers, path, overwrite=overwrite)
+        writing.write_trace(self.messages(), self.traces, self.subscribers, path, overwrite=overwrite)
 
-    def to_tensorboard(self, logdir: PathLike, *, times: Mapping[str, Clock] | None = None) -> None:
+    def to_tensorboard(self, logdir: writing.PathLike, *, times: Mapping[str, writing.Clock] | None = None) -> None:
         """Write TensorBoard event files: each number is a scalar ``kind/module`` at its global step.
 
         Each trace is a run in a folder below `logdir`, named like the trace's path without its suffix, with a subfolder
@@ -338,7 +335,7 @@ class Results:
         ----------
         logdir : path
         times : mapping of str to callable, optional
-            Trace → the time of a global step, in seconds since 1970; see `analyze.tables.tensorboard.times_of`. By
+            Trace → the time of a global step, in seconds since 1970; see `analyze.tables.writing.times_of`. By
             default, the time of writing.
 
         Raises
@@ -346,7 +343,7 @@ class Results:
         TracerError
             If tensorboard is not installed.
         """
-        write_events(self._gathered(), logdir, times or {})
+        writing.write_events(self._gathered(), logdir, times or {})
 
 
 @final

@@ -23,9 +23,9 @@ from analyze.metrics import BUILT_IN
 from analyze.rules import RULES
 from analyze.seeing.blame import blame
 from analyze.seeing.check import check
-from analyze.seeing.gather import gather
 from analyze.seeing.gathered import DEAD, GRADIENT, LEARNING_RATE, RATIO, SIGNAL, WEIGHT, Gathered
 from analyze.seeing.page import page
+from analyze.seeing.report import gather
 from tracer.messaging.messages import KINDS, kept_of
 from tracer.observing.capture import Capture
 from tracereel.main import main

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tracer.numbers.arrays import as_array
 from tracer.numbers.statistics import ENTRIES, PIECE, statistics_of
-from tracer.observing.hashes import hash_of
+from tracer.observing.reductions import hash_of
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 OTHERS = ("int8", "int16", "int32", "int64", "uint8", "bool", "uint16", "complex64", "complex128", "float8_e4m3fn")

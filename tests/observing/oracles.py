@@ -8,7 +8,7 @@ random generators, hooks and what the loop itself returned, bit for bit.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +154,15 @@ def of_mlp(
             moved = leaf.detach().add(found[of[kind], module], alpha=-lr) - leaf.detach()
             found["weight_updates" if kind == "weights" else "bias_updates", module] = moved
     return found
+
+
+def like_mlp(
+    heard: Collect, inputs: Iterable[Tensor], *loss: Callable[[Tensor], Tensor], lr: float | None = None
+) -> None:
+    """Each step, with one of these inputs, has all that `of_mlp` has of it, to the bit."""
+    for step, x in enumerate(inputs):
+        for (kind, module), value in of_mlp(heard, x, step, *loss, lr=lr).items():
+            assert same(only(heard, kind, module, global_step=step), value), (kind, module, step)
 
 
 def descended(heard: Collect, lr: float = 0.1) -> None:

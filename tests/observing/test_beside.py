@@ -24,7 +24,7 @@ from tracer.messaging.messages import DATA_KINDS, Message
 from tracer.messaging.stacks import Stretch
 from tracer.messaging.subscription import Subscription, is_doubled
 from tracer.numbers.statistics import ENTRIES, are_statistics, statistics_of
-from tracer.observing.hashes import PIECE, hash_of
+from tracer.observing.reductions import PIECE, hash_of
 
 LAYOUTS = {
     "as it is": lambda x: x,

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
 import tracer
+from tests.endings import alike, ended
 from tests.examples import examples
 from tests.observing.recorded import finished, mlp, observe
 from tracer import Capture, CaptureError, Collect, Exporter, Message, UnknownNameError
 from tracer.messaging.messages import DATA_KINDS, KINDS
 from tracer.observing.capture import DEFAULT_KINDS, DTYPES, choice
+from tracer.observing.publisher import Overflows
+from tracereel.main import main
 
 # -- what is refused ------------------------------------------------------------------------------------------
 
@@ -411,3 +417,224 @@ def test_settings_for_notebooks() -> None:
     assert "maximum" in told
     assert told.count("<tr>") == 1 + 4
     assert Capture()._repr_html_().count("<tr>") == 1 + 1
+
+
+# -- a capture's conditions and reductions may write into what they get, and copy only what they loo----------
+
+
+def by_numpy(x: Tensor) -> None:
+    """Write past torch, which does not count it as a version."""
+    x.numpy()[...] = 7
+
+
+def by_autograd(x: Tensor) -> None:
+    """Differentiate, and write the gradient over the numbers."""
+    with torch.enable_grad():  # a backward that calls this goes without
+        x.requires_grad_()
+        x.square().sum().backward()
+    x.data.copy_(x.grad)
+
+
+VANDALS: dict[str, Callable[[Tensor], Any]] = {
+    "abs_": lambda x: x.abs_(),
+    "a view": lambda x: x.view(-1)[:1].fill_(7),
+    "data": lambda x: x.data.zero_(),
+    "numpy": by_numpy,
+    "set_": lambda x: x.set_(torch.zeros(1)),
+    "resize_": lambda x: x.resize_(1),
+    "its memory": lambda x: x.untyped_storage().fill_(7),
+    "less memory": lambda x: x.untyped_storage().resize_(0),
+    "autograd": by_autograd,
+    "under no_grad": torch.no_grad()(lambda x: x.mul_(2)),
+}
+
+
+def trained(capture: Capture | None, with_optimizer: bool) -> tuple[Any, list[Message]]:
+    """How a training ends that is recorded by this capture, or by none, and what is heard of it."""
+    torch.manual_seed(11)
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(inplace=True), nn.Linear(4, 2), nn.Tanh())
+    optimizer, heard = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), Collect("*")
+    batches = torch.randn(3, 5, 3).requires_grad_()
+    exporter = Exporter(capture=capture or Capture(), strict=True)
+    if capture is not None:
+        exporter.message_bus.register(heard)
+        exporter.set_model(model)
+        exporter.set_optimizer(optimizer if with_optimizer else None)
+        exporter.set_loss("mse_loss")
+    ends: list[Any] = []
+    for x in batches:
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(x), torch.ones(5, 2))
+        loss.backward()
+        optimizer.step()
+        ends += [loss.item(), *(one.grad.clone() for one in model.parameters() if one.grad is not None)]
+    exporter.finish()
+    exporter.detach()
+    ends += [batches.grad, batches.detach()]
+    return [*ends, *ended(model, [optimizer]).items()], heard.messages
+
+
+def fields_of(messages: list[Message]) -> list[Any]:
+    """All that is to be equal of two recordings."""
+    return [
+        [one.kind, one.key, one.tag, one.leaf, one.call, one.global_step, one.data]
+        for one in messages
+        if one.data is not None
+    ]
+
+
+@pytest.mark.parametrize(
+    ("vandal", "with_optimizer"),
+    [
+        pytest.param(vandal, with_optimizer, marks=[] if with_optimizer == number % 2 else [pytest.mark.slow])
+        for number, vandal in enumerate(VANDALS)
+        for with_optimizer in (True, False)
+    ],
+)
+def test_a_function_may_write_into_what_it_gets(vandal: str, with_optimizer: bool) -> None:
+    """Whatever a condition or a reduction does to a tensor, of any kind, the training and what is recorded stay."""
+    spoil = VANDALS[vandal]
+
+    def condition(message: Message) -> bool:
+        if message.data is not None:
+            spoil(message.data)
+        return message.call == 0
+
+    def first(x: Tensor) -> Tensor:
+        result = x.reshape(-1)[0].clone()
+        spoil(x)
+        return result
+
+    def running(so_far: Tensor, x: Tensor) -> Tensor:
+        result = (so_far.sum() + x.sum()).reshape(1)
+        spoil(so_far)
+        spoil(x)
+        return result
+
+    plain, _ = trained(None, with_optimizer)
+    for spoiling, honest in (
+        ({"condition": condition}, {}),
+        ({"reduce": first}, {"reduce": lambda x: x.reshape(-1)[0].clone()}),
+        ({"reduce": running}, {"reduce": lambda so_far, x: (so_far.sum() + x.sum()).reshape(1)}),
+        ({"reduce": first, "elements": 3}, {"reduce": lambda x: x.reshape(-1)[0].clone(), "elements": 3}),
+        (
+            {"reduce": first, "rows": 2, "condition": condition},
+            {"reduce": lambda x: x.reshape(-1)[0].clone(), "rows": 2},
+        ),
+    ):
+        end, messages = trained(Capture(kinds=DATA_KINDS, **spoiling), with_optimizer)
+        assert alike(end, plain)
+        _, meant = trained(Capture(kinds=DATA_KINDS, **honest), with_optimizer)
+        assert {one.kind for one in messages} >= set(DATA_KINDS) - {
+            "epoch_finished",
+            "eval_mode",
+            "train_mode",
+            "sample_ids",
+            *([] if with_optimizer else ["gradient_norms"]),
+        }
+        assert alike(fields_of(messages), fields_of(meant))
+
+
+def test_a_condition_that_looks_at_no_data_copies_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Data is copied for a condition that looks at it, and for the message; it is gone when the condition is over."""
+    made: list[Tensor] = []
+    copying = [sys.modules["tracer.observing.publisher"]]
+    real = copying[0].copied
+
+    def counted(*args: Any) -> Tensor:
+        made.append(real(*args))
+        return made[-1]
+
+    for module in copying:
+        monkeypatch.setattr(module, "copied", counted)
+    observe(mlp(), Capture(kinds=["activations"], condition=lambda message: message.global_step > 5))
+    assert not made
+    kept: list[Message] = []
+    observe(mlp(), Capture(kinds=["activations"], condition=lambda message: kept.append(message) is not None))
+    assert (len(made), len(kept)) == (0, 9)
+    with pytest.raises(tracer.MessageError, match="only until the condition has answered"):
+        _ = kept[0].data
+    observe(mlp(), Capture(kinds=["activations"], condition=lambda message: bool(message.data.sum() > 1e9)))
+    assert len(made) == 9
+
+
+# -- numbers that a capture's dtype cannot hold are counted, and the trace tells how many --------------------
+
+
+EDGES = (0.0, 1e-40, 65504.0, 65519.9, 65520.0, 65536.0, 3.3895e38, 3.3961e38, 3.4028e38, 3.4029e38, 1e300)
+
+
+@settings(max_examples=examples(200))
+@given(
+    numbers=st.lists(
+        st.one_of(st.floats(), st.sampled_from(EDGES), st.sampled_from(EDGES).map(lambda x: -x)), max_size=9
+    ),
+    source=st.sampled_from(["float32", "float64"]),
+    target=st.sampled_from(["float16", "float32"]),
+)
+def test_overflows_are_counted_as_numpy_casts(numbers: list[float], source: str, target: str) -> None:
+    """What is finite before the cast and infinite after it is counted, and nothing else."""
+    with np.errstate(over="ignore"):
+        before = np.array(numbers).astype(source)
+        after = before.astype(target)
+    expected = int((np.isfinite(before) & ~np.isfinite(after)).sum())
+    overflows, one = Overflows(), torch.from_numpy(before)
+    for _ in range(2):
+        overflows.count(("weights", "fc", "eval", "0"), one, one.to(DTYPES[target]))
+    told = {"kind": "weights", "module": "fc", "tag": "eval", "leaf": "0", "dtype": target}
+    assert list(overflows.told()) == ([{**told, "count": 2 * expected, "of": 2 * len(numbers)}] if expected else [])
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "numbers", "expected"),
+    [
+        (torch.float32, torch.bfloat16, [3.3895e38, 3.4e38, -3.4e38, torch.inf], 2),
+        (torch.bfloat16, torch.float16, [65280.0, 65536.0, -1e38, torch.nan], 2),
+        (torch.float8_e5m2, torch.float16, [57344.0, -57344.0], 0),
+        (torch.float16, torch.bfloat16, [65504.0, torch.inf], 0),
+    ],
+)
+def test_overflows_of_other_dtypes(
+    source: torch.dtype, target: torch.dtype, numbers: list[float], expected: int
+) -> None:
+    """The same between the dtypes that numpy does not have."""
+    overflows, before = Overflows(), torch.tensor(numbers).to(source)
+    overflows.count(("loss", None, "default", ""), before, before.to(target))
+    assert [one["count"] for one in overflows.told()] == [expected] * bool(expected)
+
+
+@pytest.mark.parametrize("suffix", ["zarr", "h5"])
+def test_a_trace_tells_what_overflowed(suffix: str, tmp_path: Path) -> None:
+    """A note for each stream with how many of its numbers overflowed; `trace info` shows it, a copy keeps it."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.tensor([[1e5, 1.0], [torch.inf, 1.0]]))
+        model[0].bias.zero_()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    path = tmp_path / f"run.{suffix}"
+    x = torch.tensor([[1.0, 0.0], [0.1, 0.0], [-9.0, 5.0]])
+    captures = [
+        Capture(kinds=["weights"], dtype="float16"),
+        Capture(kinds=["activations"], modules="0", dtype="float16", reduce=lambda x: x[:, 0]),
+        Capture(kinds=["loss", "biases"], dtype="float16"),
+    ]
+    with tracer.record(path, model, optimizer, capture=captures, strict=True) as run:
+        for _ in range(3):
+            model(x)
+            run.log("loss", torch.tensor(1e6))
+            optimizer.step()
+    CliRunner().invoke(main, ["convert", str(path), str(tmp_path / "copy.zarr")], catch_exceptions=False)
+    streams = {
+        ("weights", "0"): (3, 12),  # 1e5 in each step; inf was there before
+        ("activations", "0"): (6, 9),  # 1e5 and -9e5, but not 1e4
+    }
+    for one in (path, tmp_path / "copy.zarr"):
+        with tracer.open(one) as trace:
+            found = [note["overflowed"] for note in trace.notes if "overflowed" in note]
+            assert [float(m.data) for m in trace.messages(kinds=["loss"]) if m.data is not None] == [1e6] * 3
+        assert {(n["kind"], n["module"]): (n["count"], n["of"]) for n in found} == streams
+        assert {(n["tag"], n["leaf"], n["dtype"]) for n in found} == {("default", "", "float16")}
+    told = CliRunner().invoke(main, ["info", str(path)], catch_exceptions=False).output
+    said = " ".join(told.split())
+    assert "weights of '0': 3 of 12 numbers were beyond float16 and are recorded as infinite" in said
+    assert "activations of '0': 6 of 9 numbers were beyond float16 and are recorded as infinite" in said

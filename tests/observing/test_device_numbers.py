@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.observing.device_cases import FEW, SIZES, laid_out, numbers, odd, of_sizes, wrong_entries, wrong_hash
 from tests.observing.triton_on_numpy import Kernel, kernels_on_numpy
-from tracer.observing.device import operations, reading
-from tracer.observing.device.operations import statistics_by_operations
+from tracer.observing.device import launching, reading
+from tracer.observing.device.launching import statistics_by_operations
 
 ROOT = Path(__file__).parents[2]
 WAITS = ("_local_scalar_dense", "item", "_to_copy", "nonzero", "equal", "is_nonzero", "unique", "_unique2")
@@ -51,7 +51,7 @@ def test_statistics_by_operations_are_those_of_the_host(cases: Any) -> None:
 
 def test_statistics_of_parts_are_united(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of tensors that become float64 a part after the other."""
-    monkeypatch.setattr(operations, "PART", 7000)
+    monkeypatch.setattr(launching, "PART", 7000)
     for name, x in odd():
         if "at the beginning" not in name:  # whose deviations from it are infinite
             assert wrong_entries(x, statistics_by_operations(x)) == [], name

@@ -22,8 +22,8 @@ from tracer.messaging.bus import MessageBus
 from tracer.messaging.messages import Message
 from tracer.messaging.pulses import is_pulse
 from tracer.observing.device import reading
-from tracer.observing.device.reading import Table
-from tracer.observing.pytorch import modes
+from tracer.observing.device.reading import DeviceTable
+from tracer.observing.pytorch import autograd
 
 CPU = torch.device("cpu")
 KINDS = (
@@ -32,7 +32,7 @@ KINDS = (
 )
 
 
-def wrong(table: Table, number: int, expected: Tensor) -> list[str]:
+def wrong(table: DeviceTable, number: int, expected: Tensor) -> list[str]:
     """What is wrong with a reading."""
     hashed, statistics = table.made("hash", [number])[0], table.made("statistics", [number])[0]
     return wrong_hash(expected, hashed) + wrong_entries(expected, statistics)
@@ -41,7 +41,7 @@ def wrong(table: Table, number: int, expected: Tensor) -> list[str]:
 @pytest.mark.usefixtures(kernels_on_numpy.__name__)
 def test_a_launch_reads_all_of_a_dtype() -> None:
     """In any order, of any size."""
-    table = Table(CPU)
+    table = DeviceTable(CPU)
     given = [numbers(dtype, size) for size in (5, 40000, 300) for dtype in ("float32", "bfloat16", "bool")]
     read = [table.read(x) for x in given]
     before = Kernel.launches
@@ -63,7 +63,7 @@ def test_other_layouts_and_dtypes_take_an_operation_more() -> None:
     for name, x in odd:
         if x.is_complex() or x.is_neg() or name.startswith(("bfloat16", "int64")):
             continue
-        table = Table(CPU)
+        table = DeviceTable(CPU)
         table.read(numbers("float32", 3))
         with Operations() as operations:
             number = table.read(x)
@@ -74,7 +74,7 @@ def test_other_layouts_and_dtypes_take_an_operation_more() -> None:
 @pytest.mark.usefixtures(kernels_on_numpy.__name__)
 def test_what_changes_in_place_is_read_before() -> None:
     """From the first time on; what does not change waits, from the second time on."""
-    table, launches = Table(CPU), []
+    table, launches = DeviceTable(CPU), []
     for step in range(4):
         calm, changed = numbers("float32", 100) + step, numbers("float32", 200) + step
         whole = changed.clone()
@@ -92,7 +92,7 @@ def test_what_changes_in_place_is_read_before() -> None:
 @pytest.mark.parametrize("change", [lambda x: x.add_(1), lambda x: x.set_(torch.zeros(100)), lambda x: x.resize_(0)])
 def test_what_changes_for_the_first_time_is_lost(change: Callable[[Tensor], Any]) -> None:
     """And nothing else; afterwards it is read at once."""
-    table = Table(CPU)
+    table = DeviceTable(CPU)
     for step in range(4):
         x, other = torch.ones(100), torch.ones(50)
         number, beside = table.read(x, "it"), table.read(other, "other")
@@ -108,7 +108,7 @@ def test_what_changes_for_the_first_time_is_lost(change: Callable[[Tensor], Any]
 @pytest.mark.usefixtures("only_counted")
 def test_no_more_waits_than_may() -> None:
     """Neither of what is to be read, nor of what is observed."""
-    table = Table(CPU, most_bytes=10_000)
+    table = DeviceTable(CPU, most_bytes=10_000)
     for key in (None, *range(20)):
         alive = []
         for _ in range(20):
@@ -125,7 +125,7 @@ def test_no_more_waits_than_may() -> None:
 @pytest.mark.usefixtures(kernels_on_numpy.__name__)
 def test_copies_and_differences() -> None:
     """Are made together, at the next flush, as torch makes them one by one."""
-    table, now = Table(CPU), [numbers("float32", size).reshape(2, -1) for size in (10, 20000)]
+    table, now = DeviceTable(CPU), [numbers("float32", size).reshape(2, -1) for size in (10, 20000)]
     now.append(numbers("bfloat16", 3000).reshape(30, 100).t())
     before = [table.copy(x) for x in now]
     table.flush()
@@ -144,7 +144,7 @@ def test_copies_and_differences() -> None:
 @pytest.mark.usefixtures(kernels_on_numpy.__name__)
 def test_where_a_kernel_fails_nothing_that_waits_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is computed by operations of torch; what had been read before is lost, and a warning says why."""
-    table, x = Table(CPU), numbers("float32", 300)
+    table, x = DeviceTable(CPU), numbers("float32", 300)
     early = table.read(x)
     table.flush()
     late = table.read(x)
@@ -158,7 +158,7 @@ def test_where_a_kernel_fails_nothing_that_waits_is_lost(monkeypatch: pytest.Mon
 @pytest.mark.usefixtures(kernels_on_numpy.__name__)
 def test_a_device_without_memory_loses_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """And the kernels are used on."""
-    table, x = Table(CPU), numbers("float32", 300)
+    table, x = DeviceTable(CPU), numbers("float32", 300)
     lost = table.read(x)
 
     def full(*_: Any) -> None:
@@ -278,7 +278,7 @@ def test_launches_and_messages_of_a_step(
         train(model, x, y, optimizer)
     published: list[Message] = []
     captures = [*(Capture(kinds=KINDS, reduce=what) for what in ("statistics", "hash")), Capture(kinds=["loss"])]
-    monkeypatch.setattr(modes, "_disable_current_modes", contextlib.nullcontext)  # so that observing is counted
+    monkeypatch.setattr(autograd, "_disable_current_modes", contextlib.nullcontext)  # so that observing is counted
     publish = MessageBus.publish
     monkeypatch.setattr(MessageBus, "publish", lambda bus, one: (published.append(one), publish(bus, one)))
     with tracer.record(tmp_path / "run.zarr", model, optimizer, capture=captures, strict=True):

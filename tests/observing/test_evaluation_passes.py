@@ -13,7 +13,7 @@ import tracer
 from tests.observing.recorded import mlp
 from tracer import Capture, Collect, Exporter, Message
 from tracer.messaging.messages import KINDS
-from tracer.observing.calls import Calls
+from tracer.observing.passes import Calls
 
 SHARED = 3
 """How often `Shared` calls its layer at most."""

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tracer
-from tests.observing.recorded import mlp, said, train, watch
+from tests.observing.recorded import OPTIMIZERS, data_of, find, mlp, said, train, watch
 from tracer import Capture, CaptureError, Collect, Exporter
 from tracer.messaging.messages import DATA_KINDS
 
@@ -265,3 +266,97 @@ def test_a_model_that_is_watched_twice() -> None:
     first, second = (heard for _, heard in both)
     assert [said(one) for one in first] == [said(one) for one in second][: len(first)]
     assert len(second.of("batch_finished")) == 3
+
+
+# -- what an exporter tells of modules: calls, structures, ties, in-place operations, freezing and c----------
+
+
+def test_gradients_are_those_of_autograd() -> None:
+    """Gradients with respect to outputs and inputs equal those that autograd gives for a functional copy."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    exporter, heard = watch(model, optimizer)
+    x = torch.randn(5, 3, requires_grad=True)
+    model(x).pow(3).sum().backward()
+    optimizer.step()
+    exporter.detach()
+    z = x.detach().clone().requires_grad_()
+    a = F.linear(z, model[0].weight.detach(), model[0].bias.detach())
+    b = a.relu()
+    c = F.linear(b, model[2].weight.detach(), model[2].bias.detach())
+    wrt_z, wrt_a, wrt_b, wrt_c = torch.autograd.grad(c.pow(3).sum(), [z, a, b, c])
+    for module, expected in (("0", wrt_a), ("1", wrt_b), ("2", wrt_c)):
+        (got,) = data_of(heard, "layer_gradients", module)
+        torch.testing.assert_close(got, expected)
+    for module, expected in (("0", wrt_z), ("1", wrt_a), ("2", wrt_b)):
+        (got,) = data_of(heard, "input_gradients", module)
+        torch.testing.assert_close(got, expected)
+
+
+class Position(nn.Module):
+    """Returns its parameter as it is, as learned position embeddings do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3))
+
+    def forward(self) -> Tensor:
+        return self.weight
+
+
+class Positioned(nn.Module):
+    """Adds a parameter that a module returns, and gives another to a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = Position()
+        self.query = nn.Parameter(torch.randn(1, 3))
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x + self.position()) + self.layer(self.query)
+
+
+def test_hooks_on_parameters_and_inputs_do_not_pile_up() -> None:
+    """A parameter that a module returns or gets, or an input used again, has one gradient a step and no hook after."""
+    model = Positioned()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exporter, heard = watch(model, optimizer)
+    x = torch.randn(1, 3, requires_grad=True)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+        with torch.no_grad():
+            model(x)
+    model(x)
+    exporter.detach()
+    assert [(one.global_step, one.call) for one in find(heard, "layer_gradients", "position")] == [
+        (0, 0),
+        (1, 0),
+        (2, 0),
+    ]
+    places = [(one.global_step, one.call) for one in find(heard, "input_gradients", "layer")]
+    assert sorted(places) == [(step, call) for step in range(3) for call in range(2)]
+    for tensor in (x, *model.parameters()):
+        assert not tensor._backward_hooks
+
+
+@pytest.mark.parametrize("optimizer", ["momentum-and-decay", "adam"])
+def test_freezing_freezes(optimizer: str) -> None:
+    """From `freeze_module` on the weights stand still, although momentum and weight decay would move them."""
+    model = mlp()
+    chosen = OPTIMIZERS[optimizer](model.parameters())
+    exporter, heard = watch(model, chosen)
+    train(model, chosen, 2)
+    assert exporter.freeze_module("0") == ["weight", "bias"]
+    assert exporter.freeze_module(model[0]) == []
+    held = model[0].weight.detach().clone()
+    train(model, chosen, 2)
+    exporter.detach()
+    assert torch.equal(model[0].weight, held)
+    moved = [bool(update.any()) for update in data_of(heard, "weight_updates", "0")]
+    assert moved == [True, True, False, False]
+    assert len(find(heard, "weight_gradients", "0")) == 2
+    with pytest.raises(CaptureError, match="no module 'nine'; there are"):
+        exporter.freeze_module("nine")

@@ -6,17 +6,25 @@ import contextlib
 import copy
 import inspect
 import pickle
+import re
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tracer
-from tests.observing.recorded import data_of, mlp, watch
+from tests.observing.recorded import data_of, find, mlp, train, watch
 from tracer import CaptureError, Collect, Exporter, MessageError
+from tracer.memory import SMALLEST, Memory
+from tracer.observing.pytorch.tensors import copied
 
 # -- losses ---------------------------------------------------------------------------------------------------
 
@@ -264,7 +272,7 @@ def test_what_cannot_be_logged() -> None:
 def test_logged_kinds_can_be_asked_for_live(tmp_path: Path) -> None:
     """A kind of the user's own is announced with ``logs``; then live subscribers may need it, else that is an error."""
     heard = tracer.Collect("lr_value")
-    from analyze import Loss
+    from analyze.metrics.moments import Loss
 
     with pytest.raises(CaptureError, match="needs lr"):
         tracer.record(
@@ -285,3 +293,302 @@ def test_a_kind_that_is_no_name_is_refused(kind: Any) -> None:
     with pytest.raises(MessageError, match="non-empty string"):
         exporter.log(kind, 1.0)
     exporter.detach()
+
+
+# -- what an exporter tells of unusual models and tensors: sparse, narrow, lazy, without values, or ----------
+
+
+@pytest.mark.parametrize("form", ["weight_norm", "spectral_norm"])
+def test_parametrizations_do_not_disturb(form: str) -> None:
+    """A parametrized layer trains on; its original parameters are streams, its pseudo-modules are none."""
+    model = mlp()
+    getattr(nn.utils.parametrizations, form)(model[0])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exporter, heard = watch(model, optimizer)
+    train(model, optimizer, 2)
+    exporter.detach()
+    assert {one.key for one in heard.of("activations")} == {"0", "1", "2"}
+    originals = {name for name, _ in model.named_parameters() if "parametrizations" in name}
+    assert originals
+    assert originals <= {one.key for one in heard.of("weights")}
+
+
+def test_the_original_of_a_parametrized_bias_is_a_bias() -> None:
+    """A parameter is a bias when its name says so, also where a parametrization has moved it."""
+    model = nn.Sequential(nn.Linear(3, 2))
+    nn.utils.parametrize.register_parametrization(model[0], "bias", nn.Tanh())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exporter, heard = watch(model, optimizer)
+    train(model, optimizer, 1)
+    exporter.detach()
+    assert {one.key for one in heard.of("weights")} == {"0"}
+    assert {one.key for one in heard.of("bias_updates")} == {"0.parametrizations.bias.original"}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: x.t(),
+        lambda x: x[:, :1].expand(-1, 5),
+        lambda x: x[::2, 1:],
+        lambda x: torch._neg_view(x),
+        lambda x: torch.complex(x, 2 * x).conj(),
+        lambda x: torch.complex(x, 2 * x).conj().imag,
+        lambda x: x.reshape(2, 2, 3, 1).to(memory_format=torch.channels_last),
+        lambda x: x.sum(),
+        lambda x: x[:0],
+    ],
+)
+def test_views_are_told_as_dense_copies(make: Callable[[Tensor], Tensor]) -> None:
+    """Outputs that are views of any sort give contiguous messages of their values, which share nothing with them."""
+
+    class Viewed(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return make(2 * x)
+
+    x = torch.randn(4, 3, requires_grad=True)
+    expected = make(2 * x.detach()).resolve_conj().resolve_neg().contiguous()
+    exporter, heard = watch(model := Viewed(), ())
+    output = model(x)
+    exporter.step()
+    exporter.detach()
+    (got,) = data_of(heard, "activations", "")
+    assert got.is_contiguous()
+    assert not got.is_conj()
+    assert not got.is_neg()
+    assert not got.requires_grad
+    assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
+    assert torch.equal(got, expected)
+    assert not got.numel() or got.untyped_storage().data_ptr() != output.untyped_storage().data_ptr()
+
+
+class Counting(TorchDispatchMode):
+    """Counts what torch is asked for, as counters of operations and profilers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.asked[str(function)] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_modes_of_the_program_see_what_the_program_does() -> None:
+    """A mode of dispatch is asked for the same with and without an exporter, which observes all the same."""
+    asked = []
+    for watched in (False, True):
+        torch.manual_seed(0)
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+        exporter, heard = watch(model, optimizer) if watched else (None, None)
+        with Counting() as mode:
+            for _ in range(2):
+                optimizer.zero_grad()
+                F.mse_loss(model(torch.ones(4, 3)), torch.zeros(4, 2)).backward()
+                optimizer.step()
+        if exporter is not None and heard is not None:
+            exporter.detach()
+            assert len(heard.of("activations")) == 2 * 3
+            assert len(heard.of("weight_updates")) == 2 * 2
+        asked.append(mode.asked)
+    assert asked[0] == asked[1]
+
+
+def test_fake_tensors_are_left_alone() -> None:
+    """A pass without values, to plan memory, say, is no error."""
+    model = mlp()
+    exporter, heard = watch(model, strict=False, kinds=["activations"])
+    with pytest.warns(RuntimeWarning, match="has no values"), FakeTensorMode(allow_non_fake_inputs=True):
+        model(torch.ones(4, 3))
+    exporter.detach()
+    assert not heard.of("activations")
+
+
+def test_meta_tensors_are_named_and_left_alone() -> None:
+    """A pass without values is no error; the problem is told once."""
+    model = mlp().to("meta")
+    exporter, heard = watch(model, strict=False, kinds=["activations"])
+    with pytest.warns(RuntimeWarning, match="meta tensor has no values"):
+        for _ in range(2):
+            model(torch.randn(4, 3, device="meta"))
+    exporter.detach()
+    assert not heard.of("activations")
+    assert {(one["what"], one["count"]) for one in exporter.problems} == {
+        (f"activations of '{module}'", 2) for module in ("0", "1", "2")
+    }
+
+
+def test_transforms_of_torch_func_are_left_alone() -> None:
+    """Under vmap and grad of torch.func a tensor has no values of its own: results are right, the problem is told."""
+    model = nn.Sequential(nn.Linear(3, 2))
+    x = torch.randn(5, 3)
+    expected = model(x)
+    exporter, heard = watch(model, strict=False)
+    with pytest.warns(RuntimeWarning, match=r"vmap or grad of torch\.func"):
+        got = torch.func.vmap(model)(x)
+        gradient = torch.func.grad(lambda one: model(one).sum())(x[0])
+    exporter.detach()
+    torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(gradient, model[0].weight.detach().sum(0))
+    assert not heard.of("activations")
+
+
+def test_lazy_modules_are_watched_once_they_have_a_shape(tmp_path: Path) -> None:
+    """A model with lazy parameters can be recorded from before its first forward."""
+    model = nn.Sequential(nn.LazyLinear(4), nn.ReLU(), nn.Linear(4, 2))
+    with tracer.record(tmp_path / "run.zarr", model, strict=True, capture=tracer.Capture()):
+        for _ in range(3):
+            model(torch.randn(5, 3)).sum().backward()
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        shapes = [one["shape"] for one in trace.header["model"]["parameters"]]
+        assert shapes == [None, None, [2, 4], [2]]
+        assert trace.array("weights", "0")[0].tolist() == [1, 2]
+        assert len(trace.array("activations", "0")[0]) == 3
+
+
+def test_affine_free_and_parameterless_models() -> None:
+    """Norm layers without weights and models without parameters have nothing to tell of them, and no error."""
+    model = nn.Sequential(nn.BatchNorm1d(3, affine=False), nn.ReLU())
+    exporter, heard = watch(model)
+    model(torch.randn(4, 3))
+    exporter.finish()
+    exporter.detach()
+    assert [one.key for one in heard.of("activations")] == ["0", "1"]
+    assert not heard.of("weights")
+
+
+def test_parameters_of_a_functional_call_without_an_optimizer() -> None:
+    """What stands in for the parameters, and is no leaf, takes no hooks of theirs; the steps are recorded."""
+    model = nn.Linear(3, 2)
+    exporter, heard = watch(model)
+    for step in range(4):
+        stand_ins = {name: one * 1 if step % 2 else one for name, one in model.named_parameters()}
+        torch.func.functional_call(model, stand_ins, (torch.ones(4, 3),)).sum().backward()
+    exporter.finish()
+    exporter.detach()
+    assert [one.global_step for one in find(heard, "activations", "")] == [0, 1, 2, 3]
+    assert not any(one._post_accumulate_grad_hooks for one in model.parameters())
+
+
+def test_a_column_with_an_odd_stride_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient of a sum over an axis of one has a stride of 0 there, though it lies in C order."""
+    column = torch.randn(SMALLEST, 1).as_strided((SMALLEST, 1), (1, 0))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    assert column.is_contiguous()
+    assert torch.equal(copied(column, Memory()), column)
+
+
+# -- an exporter leaves compilers alone: a compiled model trains on, and torch.jit finds what is the----------
+
+
+# -- torch.jit ------------------------------------------------------------------------------------------------
+
+
+class WithLoss(nn.Module):
+    """Computes its loss itself, as models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.inner(x), y)
+
+
+@pytest.mark.parametrize("how", ["script", "trace"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_models_are_compiled_for_elsewhere_while_they_are_watched(how: str, tmp_path: Path) -> None:
+    """``torch.jit`` finds the model as it is alone, and what is trained afterwards is observed as before."""
+    torch.manual_seed(0)
+    model, given = WithLoss(), (torch.ones(4, 3), torch.zeros(4, 2))
+
+    def compiled() -> Any:
+        return torch.jit.script(model) if how == "script" else torch.jit.trace(model, given)
+
+    alone = compiled()
+    exporter, heard = watch(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=["mse_loss"])
+    found = compiled()
+    graphs = [re.sub(r"___torch_mangle_\d+\.", "", str(one.inlined_graph)) for one in (alone, found)]
+    assert graphs[0] == graphs[1]
+    found.save(str(tmp_path / "model.pt"))
+    assert torch.equal(torch.jit.load(str(tmp_path / "model.pt"))(*given), model(*given))
+    before = len(heard.of("activations")), len(heard.of("loss"))
+    model(*given).backward()
+    exporter.detach()
+    assert (len(heard.of("activations")), len(heard.of("loss"))) == (before[0] + 1, before[1] + 1)
+    assert not hasattr(vars(torch.jit._script)["_script_impl"], "__wrapped__")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_functions_and_classes_are_scripted_while_a_model_is_watched() -> None:
+    """Which torch does in libraries that are imported meanwhile: names are found where they are used."""
+    exporter, _ = watch(mlp())
+
+    @torch.jit.script
+    def times(x: Tensor) -> Tensor:
+        return torch.multiply(x, 3)
+
+    def thrice(x: Tensor) -> Tensor:
+        return times(x) + 3
+
+    @torch.jit.script
+    class Doubling:
+        def __init__(self, by: int) -> None:
+            self.by = by
+
+        def of(self, x: Tensor) -> Tensor:
+            return times(x) * self.by
+
+    assert torch.equal(torch.jit.script(thrice)(torch.ones(2)), torch.full((2,), 6.0))
+    assert torch.equal(Doubling(2).of(torch.ones(2)), torch.full((2,), 6.0))
+    exporter.detach()
+
+
+# -- torch.compile --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def dynamo() -> Iterator[None]:
+    """Compilation begins and ends without what others compiled."""
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch's own compiler
+        warnings.simplefilter("ignore", FutureWarning)
+        yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_compiled_model_trains_on(fullgraph: bool, tmp_path: Path, dynamo: None) -> None:
+    """Compiled training is unchanged and recorded; more of it in ``test_compiled*.py``."""
+    results = []
+    for watched in (False, True):
+        torch.manual_seed(1)
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        compiled = torch.compile(model, backend="eager", fullgraph=fullgraph)
+        loss = nn.MSELoss()
+
+        def steps(model: Any = compiled, optimizer: Any = optimizer, loss: Any = loss) -> None:
+            for _ in range(10):  # more than the limit of recompilations
+                optimizer.zero_grad()
+                loss(model(torch.randn(5, 3)), torch.zeros(5, 2)).backward()
+                optimizer.step()
+
+        if watched:
+            with tracer.record(
+                tmp_path / "run.zarr", compiled, optimizer, loss=loss, strict=True, capture=tracer.Capture()
+            ):
+                steps()
+        else:
+            steps()
+        results.append([p.detach().clone() for p in model.parameters()])
+        torch._dynamo.reset()
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        assert trace.array("weights", "0")[1].shape == (10, 4, 3)
+        assert trace.array("weight_updates", "2")[0].tolist() == list(range(10))
+        assert len(trace.array("loss")[0]) == 10
+        assert trace.array("activations", "1")[1].shape == (10, 5, 4)
+        assert not [note for note in trace.notes if "silent" in note]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 
 import tracer
-from analyze import TrainAccuracy
+from analyze.metrics.accuracy import TrainAccuracy
 from tests.observing.recorded import data_of, find, train, watch
 from tracer import CaptureError, Collect, Exporter
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -59,27 +61,6 @@ def test_clipped_gradients_are_told_as_used() -> None:
     assert 0 < sum(float(one.data.square().sum()) for one in gradients) <= 4 * 0.01**2 * 1.01
 
 
-def test_accumulated_gradients_are_one_step_of_several_calls() -> None:
-    """Three forwards and backwards before one optimizer step are its calls 0, 1 and 2, with the summed gradient."""
-    model, loss = mlp(), nn.MSELoss()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    exporter, heard = watch(model, optimizer, loss)
-    sums = []
-    for _ in range(2):
-        optimizer.zero_grad()
-        for _ in range(3):
-            loss(model(torch.randn(5, 3)), torch.zeros(5, 2)).backward()
-        sums.append(model[0].weight.grad.clone())
-        optimizer.step()
-    exporter.detach()
-    for kind, module in (("activations", "0"), ("layer_gradients", "2"), ("loss", None), ("input_data", None)):
-        places = [(one.global_step, one.call) for one in find(heard, kind, module)]
-        assert places == [(step, call) for step in range(2) for call in range(3)], kind
-    assert len(heard.of("batch_started")) == len(heard.of("batch_finished")) == 2
-    for got, expected in zip(data_of(heard, "weight_gradients", "0"), sums, strict=True):
-        assert torch.equal(got, expected)
-
-
 def test_a_step_across_the_end_of_an_epoch_keeps_its_counters() -> None:
     """Accumulation that goes on after `epoch_finished` belongs to the step, and so to the epoch, in which it began."""
     model, bundles = mlp(), []
@@ -130,49 +111,6 @@ def test_lbfgs_closures_are_calls_of_one_step() -> None:
     for step in range(2):
         assert torch.equal(data_of(heard, "weights", "0")[step], before[step])
         assert torch.equal(data_of(heard, "weight_updates", "0")[step], before[step + 1] - before[step])
-
-
-class Gan(nn.Module):
-    """Two parts that two optimizers train."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator = nn.Linear(2, 3)
-        self.critic = nn.Linear(3, 1)
-
-    def forward(self, z: Tensor) -> Tensor:
-        return self.critic(self.generator(z))
-
-
-def test_of_two_optimizers_the_last_ends_the_step() -> None:
-    """Two optimizers that take turns make one step, in which each parameter has its own weights and update, once."""
-    model = Gan()
-    first = torch.optim.SGD(model.critic.parameters(), lr=0.1)
-    last = torch.optim.SGD(model.generator.parameters(), lr=0.1)
-    exporter, heard = watch(model, (first, last))
-    truth = []
-    for _ in range(3):
-        for optimizer in (first, last):
-            before = {name: p.detach().clone() for name, p in model.named_parameters()}
-            model.zero_grad()
-            model(torch.randn(4, 2)).sum().backward()
-            gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
-            optimizer.step()
-            truth.append((before, gradients, {name: p.detach().clone() for name, p in model.named_parameters()}))
-    exporter.detach()
-    assert exporter.global_step == 3
-    assert [one.global_step for one in heard.of("batch_finished")] == [0, 1, 2]
-    for step in range(3):
-        for module, turn in (("critic", 0), ("generator", 1)):
-            before, gradients, after = truth[2 * step + turn]
-            name = f"{module}.weight"
-            (weights,) = data_of(heard, "weights", module, global_step=step)
-            (gradient,) = data_of(heard, "weight_gradients", module, global_step=step)
-            (update,) = data_of(heard, "weight_updates", module, global_step=step)
-            assert torch.equal(weights, before[name])
-            assert torch.equal(gradient, gradients[name])
-            assert torch.equal(update, after[name] - before[name])
-        assert [one.call for one in find(heard, "activations", "critic", global_step=step)] == [0, 1]
 
 
 def test_without_an_optimizer_each_training_forward_is_a_step() -> None:
@@ -370,42 +308,6 @@ def test_a_step_ends_while_no_other_thread_changes_what_it_lets_go_of(monkeypatc
 # -- gradient scalers -----------------------------------------------------------------------------------------
 
 
-def test_a_skipped_fused_step_is_an_event() -> None:
-    """A fused step that a GradScaler skipped is an event, has no updates, and advances no counter."""
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
-    scaler = torch.amp.GradScaler("cpu")
-    exporter, heard = watch(model, optimizer)
-    gradients = []
-    for factor in (1.0, float("inf"), 1.0):
-        optimizer.zero_grad()
-        scaler.scale(model(torch.ones(4, 3)).sum() * factor).backward()
-        gradients.append(model[2].bias.grad / scaler.get_scale())
-        scaler.step(optimizer)
-        scaler.update()
-    exporter.detach()
-    assert [one.global_step for one in heard.of("skipped_step")] == [1]
-    assert [one.global_step for one in heard.of("batch_finished")] == [0, 1]
-    for got, expected in zip(data_of(heard, "bias_gradients", "2"), gradients[::2], strict=True):
-        torch.testing.assert_close(got, expected)
-
-
-def test_a_scaled_gradient_is_told_unscaled() -> None:
-    """With a GradScaler the gradient of a step is the one that the optimizer used: unscaled."""
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    exporter, heard = watch(model, optimizer)
-    before = model[2].weight.detach().clone()
-    scaler.scale(model(torch.ones(4, 3)).sum()).backward()
-    scaled = model[2].weight.grad.clone()
-    scaler.step(optimizer)
-    exporter.detach()
-    (gradient,) = data_of(heard, "weight_gradients", "2")
-    torch.testing.assert_close(gradient, scaled / 1024)
-    torch.testing.assert_close(before - model[2].weight, 0.5 * gradient)
-
-
 def test_a_scaler_that_is_not_enabled_is_nothing() -> None:
     """`GradScaler(enabled=False)`, as scripts make it where there is no device: gradients are what they are."""
     model = mlp()
@@ -420,30 +322,6 @@ def test_a_scaler_that_is_not_enabled_is_nothing() -> None:
     exporter.detach()
     (gradient,) = data_of(heard, "weight_gradients", "2")
     assert torch.equal(gradient, plain)
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_a_step_that_a_scaler_skips_is_an_event(fused: bool) -> None:
-    """Infinite gradients: no update and no clock tick but a ``skipped_step``; torch's own method is back afterwards."""
-    original = torch.amp.GradScaler.step
-    model = nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
-    exporter, heard = Exporter(strict=True), Collect()
-    exporter.message_bus.register(heard)
-    exporter.set_model(model)
-    exporter.set_optimizer(optimizer)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    for factor in (1.0, float("inf"), 1.0):
-        optimizer.zero_grad()
-        scaler.scale(model(torch.ones(4, 3)).sum() * factor).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    exporter.detach()
-    assert torch.amp.GradScaler.step is original
-    assert [(one.global_step, one.call) for one in heard.of("input_data")] == [(0, 0), (1, 0), (1, 1)]
-    assert [one.global_step for one in heard.of("skipped_step")] == [1]
-    assert [one.global_step for one in heard.of("weight_updates")] == [0, 1]
-    assert all(bool(one.data.isfinite().all()) for one in heard.of("weight_updates"))
 
 
 # -- optimizers that come and go ------------------------------------------------------------------------------
@@ -495,3 +373,119 @@ def test_an_optimizer_without_hooks() -> None:
     exporter.detach()
     with pytest.raises(CaptureError, match="Wrapping takes no hooks, because it does not call"):
         watch(model, Wrapping(None))
+
+
+# -- memory of messages is used again once nobody keeps them, and what is detached or left is let go----------
+
+
+# -- what is let go of ----------------------------------------------------------------------------------------
+
+
+def test_an_exporter_that_is_dropped_leaves_torch_its_functions() -> None:
+    """Without `detach`: what stood in the place of losses, of `backward` and of a scaler's methods goes with it."""
+
+    def functions() -> list[Any]:
+        return [F.cross_entropy, torch.autograd.backward, torch.amp.GradScaler.scale, torch.amp.GradScaler.step]
+
+    before = functions()
+    exporter = Exporter()
+    exporter.set_model(model := mlp())
+    exporter.set_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    exporter.set_loss(F.cross_entropy)
+    exporter.watch_backward()
+    exporter.message_bus.register(Collect("loss"))
+    assert not any(now is one for now, one in zip(functions(), before, strict=True))
+    del exporter
+    gc.collect()
+    assert all(now is one for now, one in zip(functions(), before, strict=True))
+
+
+@pytest.mark.parametrize("ending", ["optimizer", "forward"])
+def test_an_exporter_that_nobody_keeps_is_freed_at_once(ending: str) -> None:
+    """Nothing that it holds refers back to it: once detached and let go, it waits for no garbage collection."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    nn.utils.parametrizations.weight_norm(model[1])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exporter, heard = watch(model, optimizer if ending == "optimizer" else None)
+    for _ in range(2):
+        model(torch.randn(3, 2)).sum().backward()
+        optimizer.step()
+    assert data_of(heard, "weights", "1")
+    known = weakref.ref(exporter)
+    exporter.detach()
+    gc.disable()
+    try:
+        del exporter
+        assert known() is None
+    finally:
+        gc.enable()
+
+
+def test_a_receiver_that_left_is_let_go() -> None:
+    """Nothing that is remembered of who asked for what keeps one alive that no longer listens."""
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exporter = Exporter()
+    exporter.set_model(model)
+    exporter.set_optimizer(optimizer)
+    heard = Collect("weights", "weight_gradients")
+    exporter.message_bus.register(heard)
+    model(torch.ones(4, 3)).sum().backward()
+    optimizer.step()
+    assert len(heard) == 2
+    exporter.message_bus.unregister(heard)
+    left = weakref.ref(heard)
+    del heard
+    gc.collect()
+    assert left() is None
+    exporter.detach()
+
+
+# -- memory that is used again --------------------------------------------------------------------------------
+
+
+LARGE = 256
+"""A square of so many float32 is large enough for its memory to be used again."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("kept", [0, 1, 3, 100])
+def test_memory_of_messages_is_not_used_again_while_they_are_kept(kept: int, dtype: torch.dtype) -> None:
+    """Whoever keeps the messages of no other step, of the last ones or of all: each stays what a copy by hand is."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(LARGE, LARGE), nn.Tanh()).to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    kinds = ("activations", "weights", "weight_gradients", "weight_updates")
+    exporter, heard = watch(model, optimizer, kinds=kinds, modules="0")
+    expected: list[dict[str, Tensor]] = []
+    for step in range(8):
+        copies = {"weights": model[0].weight.detach().clone()}
+        optimizer.zero_grad()
+        hidden = model[0](torch.randn(LARGE, LARGE).to(dtype))
+        copies["activations"] = hidden.detach().clone()
+        model[1](hidden).square().mean().backward()
+        assert model[0].weight.grad is not None
+        copies["weight_gradients"] = model[0].weight.grad.clone()
+        optimizer.step()
+        copies["weight_updates"] = model[0].weight.detach() - copies["weights"]
+        expected.append(copies)
+        for message in heard:
+            assert torch.equal(message.data, expected[message.global_step][message.kind])  # type: ignore[arg-type]
+        assert len(heard) == len(kinds) * (min(step, kept) + 1)
+        heard.messages[:] = [one for one in heard if one.global_step > step - kept]
+        message = None  # type: ignore[assignment]
+    exporter.detach()
+
+
+def test_memory_of_messages_is_used_again() -> None:
+    """What nobody keeps gives its memory to the next step's, so that a long recording takes no new pages."""
+    model = nn.Sequential(nn.Linear(LARGE, LARGE))
+    exporter, heard = watch(model, optimizer := torch.optim.SGD(model.parameters(), lr=0.1), kinds="weights")
+    places = set()
+    for _ in range(5):
+        model(torch.randn(4, LARGE)).sum().backward()
+        optimizer.step()
+        places |= {one.data_ptr() for one in data_of(heard, "weights", "0")}
+        heard.messages.clear()
+    exporter.detach()
+    assert len(places) == 1

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import tracer
-from analyze import TotalNorm
+from analyze.metrics.lengths import TotalNorm
 from tests.observing.oracles import batches, mlp
 from tests.observing.recorded import problems, sgd, watch
 from tracer import Capture, Collect, Message, replay
-from tracer.observing.gradient_norms import total_norm
+from tracer.observing.gradients import total_norm
 
 CLOSE = {"rel": 2e-6}
 """The sums of squares are in float32."""

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import tracer
-from tracer.observing.pytorch.leaves import arguments_of
-from tracer.observing.pytorch.tensors import leaves
+from tracer.observing.pytorch.tensors import arguments_of, leaves
 
 X = torch.ones(1)
 

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tracer
 from tracer import Capture, Collect
-from tracer.observing.callers import differentiated_name
+from tracer.observing.guesses.losses import differentiated_name
 from tracer.observing.pytorch.patches import BACKWARD
 
 X, Y = torch.randn(8, 4, generator=torch.Generator().manual_seed(1)), torch.arange(8) % 3

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import tracer
 from tracer.observing.probes import ProbePlan
-from tracer.recording.run import Run
+from tracer.recording.recording import Run
 
 
 class Net(nn.Module):

@@ -8,18 +8,30 @@ evaluation under ``torch.no_grad()``.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import re
+import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from click.testing import CliRunner
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tests.observing.oracles import batches, mlp, simple, unchanged
-from tracer import Collect
+import tracer
+from tests.endings import same
+from tests.observing.oracles import batches, descended, like_mlp, mlp, of_mlp, simple, unchanged
+from tests.observing.recorded import find, only, problems, sgd
+from tracer import Collect, Exporter
 from tracer.messaging.messages import KINDS
+from tracer.observing.guesses.optimizers import skipped_inside
+from tracereel.main import main
 
 
 def rows(heard: Collect, without: Sequence[str] = ("eval_mode",)) -> list[tuple[Any, ...]]:
@@ -194,3 +206,453 @@ def test_an_evaluation_in_train_mode(
 
     _, _, heard = unchanged(make, train, kinds=("train_mode", "loss"), loss=F.mse_loss)
     assert [(one.global_step, one.tag) for one in heard.of("train_mode")] == [(step, "eval") for step in told]
+
+
+# -- what is recorded of inputs and outputs that are structures, or of which only some are used --------------
+
+
+def test_lstm_and_gru() -> None:
+    """nn.LSTM, nn.GRU: each leaf of the output with its path, value and gradient, as autograd has them."""
+
+    def train(model: nn.Module, optimizer: Any) -> None:
+        for x in batches(2, (2, 5, 3)):
+            optimizer.zero_grad()
+            output, state = model(x)
+            parts = [output, *(state if isinstance(state, tuple) else [state])]
+            sum((part.square() * (number + 1)).sum() for number, part in enumerate(parts)).backward()
+            optimizer.step()
+
+    for cls, names in ((nn.LSTM, ["0", "1.0", "1.1"]), (nn.GRU, ["0", "1"])):
+
+        def make(cls: Any = cls) -> nn.Module:
+            return cls(3, 4, batch_first=True)
+
+        _, _, heard = unchanged(make, train)
+        torch.manual_seed(5)
+        reference = make()
+        optimizer = sgd(reference)
+        for step, x in enumerate(batches(2, (2, 5, 3))):
+            output, state = reference(x)
+            parts = [output, *(state if isinstance(state, tuple) else [state])]
+            loss = sum((part.square() * (number + 1)).sum() for number, part in enumerate(parts))
+            gradients = torch.autograd.grad(loss, [*parts, *reference.parameters()])
+            assert [one.leaf for one in find(heard, "activations", "", global_step=step)] == names
+            for name, part, gradient in zip(names, parts, gradients, strict=False):
+                assert same(only(heard, "activations", "", leaf=name, global_step=step), part)
+                assert same(only(heard, "layer_gradients", "", leaf=name, global_step=step), gradient)
+            for (name, parameter), gradient in zip(reference.named_parameters(), gradients[len(parts) :], strict=True):
+                kind = "bias" if "bias" in name else "weight"
+                assert same(only(heard, f"{kind}_gradients", name, global_step=step), gradient)
+                moved = parameter.detach().add(gradient, alpha=-0.1) - parameter
+                assert same(only(heard, f"{kind}_updates", name, global_step=step), moved)
+                parameter.grad = gradient
+            optimizer.step()
+
+
+class Fields(NamedTuple):
+    """A named tuple of a tensor and a number."""
+
+    score: Tensor
+    count: int
+
+
+@dataclasses.dataclass
+class Answer:
+    """A dataclass of nested structures."""
+
+    logits: Tensor
+    rest: tuple[Any, ...]
+    nothing: None = None
+
+
+FORMS: dict[str, tuple[Callable[[Tensor], Any], list[str]]] = {
+    "tuple": (lambda y: (y, y * 2), ["0", "1"]),
+    "list": (lambda y: [y, None, y * 2], ["0", "2"]),
+    "dict": (lambda y: {"a": y, "b": 3, "c": y * 2}, ["a", "c"]),
+    "named tuple": (lambda y: (Fields(y, 3), y * 2), ["0.score", "1"]),
+    "dataclass": (lambda y: Answer(y, ({"deep": [y * 2]}, 1)), ["logits", "rest.0.deep.0"]),
+    "nested": (lambda y: ((y, (None, [y * 2])), {"n": 1}), ["0.0", "0.1.1.0"]),
+    "integers": (lambda y: (y, (y * 2).long()), ["0", "1"]),
+}
+
+
+class Shaped(nn.Module):
+    """Gives its linear layer's output in a form, and takes a mask by keyword."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form = form
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor, *, mask: Tensor | None = None, flag: bool = False) -> Any:
+        return FORMS[self.form][0](self.layer(x if mask is None else x * mask))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_structured_outputs_and_keyword_inputs(form: str) -> None:
+    """tuple/list/dict/dataclass/nested/None/int outputs, kwargs: each tensor with its path, value and gradient."""
+    from tracer.observing.pytorch.tensors import leaves
+
+    x, mask = batches(1)[0], torch.tensor([1.0, 0.0, 1.0])
+    names = FORMS[form][1]
+
+    def train(model: nn.Module, optimizer: Any) -> None:
+        parts = dict(leaves(model(x, mask=mask, flag=True)))
+        assert list(parts) == names
+        sum((part * 3).sum() for part in parts.values() if part.requires_grad).backward()
+        optimizer.step()
+
+    _, _, heard = unchanged(lambda: Shaped(form), train, modules="*")
+    for kind, module in (("activations", ""), ("network_output", None)):
+        assert [one.leaf for one in find(heard, kind, module)] == names
+    y = F.linear(x * mask, only(heard, "weights", "layer"), only(heard, "biases", "layer"))
+    second = y * 2
+    assert same(only(heard, "activations", "", leaf=names[0]), y)
+    assert same(only(heard, "activations", "", leaf=names[1]), second.long() if form == "integers" else second)
+    # the first leaf is the tensor from which the second is made, so it has the gradient of both uses
+    gradients = {one.leaf: one.data for one in find(heard, "layer_gradients", "")}
+    both = form != "integers"
+    expected = {names[0]: torch.full((4, 2), 9.0 if both else 3.0)}
+    if both:
+        expected[names[1]] = torch.full((4, 2), 3.0)
+    assert gradients.keys() == expected.keys()
+    assert all(same(gradients[name], value) for name, value in expected.items() if gradients[name] is not None)
+    for kind, module in (("layer_inputs", ""), ("input_data", None)):
+        shapes = [(one.leaf, tuple(one.data.shape)) for one in find(heard, kind, module)]
+        assert shapes == [("0", (4, 3)), ("mask", (3,))]
+    assert same(only(heard, "layer_inputs", "", leaf="mask"), mask)
+    assert same(only(heard, "weight_gradients", "layer"), expected[names[0]].T @ (x * mask))
+    assert same(only(heard, "bias_gradients", "layer"), expected[names[0]].sum(0))
+    descended(heard)
+
+
+class Splitting(nn.Module):
+    """Two parts of one result, which one node of the graph makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.inner(x).split(2, 1)
+
+
+def test_an_output_that_nothing_uses() -> None:
+    """Of two outputs of one node, the one that the loss does not depend on has no gradient; the other has its own."""
+
+    def train(model: nn.Module, optimizer: Any) -> None:
+        for x in batches(2):
+            optimizer.zero_grad()
+            model(x)[1].square().sum().backward()
+            optimizer.step()
+
+    _, exporter, heard = unchanged(Splitting, train)
+    assert not exporter.problems
+    assert [one.leaf for one in find(heard, "activations", "")] == []  # it has no parameters, and is no leaf
+    _, exporter, heard = unchanged(Splitting, train, modules="*")
+    assert not exporter.problems
+    assert [one.leaf for one in find(heard, "activations", "")] == ["0", "1"] * 2
+    assert [one.leaf for one in find(heard, "layer_gradients", "")] == ["1"] * 2
+    descended(heard)
+    for step, x in enumerate(batches(2)):
+        at = {"global_step": step}
+        w, b = (only(heard, kind, "inner", **at).requires_grad_() for kind in ("weights", "biases"))
+        whole = F.linear(x, w, b)
+        parts = whole.split(2, 1)
+        slopes = torch.autograd.grad(parts[1].square().sum(), [whole, parts[1], w, b])
+        for number in range(2):
+            assert same(only(heard, "activations", "", leaf=str(number), **at), parts[number])
+        assert same(only(heard, "activations", "inner", **at), whole)
+        assert same(only(heard, "layer_gradients", "inner", **at), slopes[0])
+        assert same(only(heard, "layer_gradients", "", leaf="1", **at), slopes[1])
+        assert same(only(heard, "weight_gradients", "inner", **at), slopes[2])
+        assert same(only(heard, "bias_gradients", "inner", **at), slopes[3])
+
+
+class Opaque:
+    """An output that is no structure."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+class Hiding(nn.Module):
+    """Gives an opaque output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Opaque:
+        return Opaque(self.layer(x))
+
+
+def test_an_output_that_is_not_looked_into_is_told() -> None:
+    """An output of a class of the user's own has no known leaves; the trace says so, the layers inside are told."""
+
+    def train(model: nn.Module, optimizer: Any) -> None:
+        model(batches(1)[0]).value.square().sum().backward()
+        optimizer.step()
+
+    with pytest.warns(RuntimeWarning, match="the output is a Opaque, which is not looked into"):
+        _, _, heard = unchanged(Hiding, train, modules="*", strict=False)
+    output = F.linear(batches(1)[0], only(heard, "weights", "layer"), only(heard, "biases", "layer"))
+    assert same(only(heard, "activations", "layer"), output)
+    assert same(only(heard, "layer_gradients", "layer"), 2 * output)
+    assert same(only(heard, "weight_gradients", "layer"), (2 * output).T @ batches(1)[0])
+    assert same(only(heard, "bias_gradients", "layer"), (2 * output).sum(0))
+    descended(heard)
+    assert not find(heard, "activations", "")
+
+
+def test_smaller_last_batch(tmp_path: Path) -> None:
+    """A smaller last batch is recorded in its own shape, equal to the forward of its weights."""
+    sizes = (4, 4, 1)
+    inputs = [batches(1, (size, 3))[0] for size in sizes]
+
+    def train(model: nn.Module, optimizer: Any) -> None:
+        for x in inputs:
+            optimizer.zero_grad()
+            model(x).square().sum().backward()
+            optimizer.step()
+
+    _, _, heard = unchanged(lambda: nn.Linear(3, 2), train, path=tmp_path / "run.h5")
+    kinds = ("activations", "layer_gradients", "weights", "biases", "weight_gradients")
+    descended(heard)  # which the trace has to the bit
+    with tracer.open(tmp_path / "run.h5") as trace:
+        read = {kind: trace.array(kind, "")[1] for kind in kinds}
+    assert [len(one) for one in read["activations"]] == list(sizes)
+    for x, output, gradient, weight, bias, own in zip(inputs, *read.values(), strict=True):
+        expected = F.linear(x, torch.as_tensor(weight), torch.as_tensor(bias))
+        assert same(torch.as_tensor(output), expected)
+        assert same(torch.as_tensor(gradient), 2 * expected)
+        assert same(torch.as_tensor(own), (2 * expected).T @ x)
+
+
+# -- what is recorded of forwards that call no hooks, or that are none of the training -----------------------
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_script_modules(whole: bool, tmp_path: Path) -> None:
+    """ScriptModule: it takes no hooks, which is told; its parameters are recorded, the modules around it observed.
+
+    So the gradient of its output is recorded as that of the next layer's input.
+    """
+
+    def make() -> nn.Module:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            scripted: nn.Module = torch.jit.script(nn.Sequential(nn.Linear(3, 3)))
+        return scripted if whole else nn.Sequential(scripted, nn.Linear(3, 2))
+
+    path = tmp_path / "run.zarr"
+    with pytest.warns(RuntimeWarning, match="a ScriptModule takes no hooks"):
+        _, _, heard = unchanged(make, simple, path=path, strict=False)
+    name = "0" if whole else "0.0"
+    for step, x in enumerate(batches(2)):
+        at = {"global_step": step}
+        modules = [name] if whole else [name, "1"]
+        leaves = [only(heard, kind, one, **at).requires_grad_() for one in modules for kind in ("weights", "biases")]
+        inner = F.linear(x, *leaves[:2])
+        output = inner if whole else F.linear(inner, *leaves[2:])
+        of_inner, of_output, *gradients = torch.autograd.grad(output.square().sum(), [inner, output, *leaves])
+        for number, one in enumerate(modules):
+            weight, gradient = leaves[2 * number], gradients[2 * number]
+            assert same(only(heard, "weight_gradients", one, **at), gradient)
+            assert same(only(heard, "bias_gradients", one, **at), gradients[2 * number + 1])
+            assert same(only(heard, "weight_updates", one, **at), weight.add(gradient, alpha=-0.1) - weight)
+        if not whole:
+            assert same(only(heard, "layer_inputs", "1", **at), inner)
+            assert same(only(heard, "input_gradients", "1", **at), of_inner)
+            assert same(only(heard, "activations", "1", **at), output)
+            assert same(only(heard, "layer_gradients", "1", **at), of_output)
+            assert same(only(heard, "network_output", **at), output)
+    for kind in ("activations", "layer_gradients"):
+        assert {one.key for one in heard.of(kind)} == (set() if whole else {"1"})
+    with tracer.open(path) as trace:
+        assert any("ScriptModule" in note["problem"]["why"] for note in trace.notes if "problem" in note)
+
+
+@pytest.mark.parametrize("way", ["jit", "jit in eval mode", "onnx", "summary", "pipelining"])
+def test_forwards_whose_result_is_thrown_away(way: str) -> None:
+    """Before and amid the training, by code of torch or of a library: they are no calls, and begin no step."""
+
+    def look(model: nn.Module) -> None:
+        x = torch.ones(7, 3)
+        with warnings.catch_warnings():  # torch warns itself
+            warnings.simplefilter("ignore")
+            if "jit" in way:
+                model.train("eval" not in way)
+                torch.jit.trace(model, x)
+            elif way == "onnx":
+                torch.onnx.utils._trace_and_get_graph_from_model(model, (x,))
+            elif way == "summary":
+                inside("torchinfo.torchinfo", "forward_pass", lambda: model(x))
+            else:
+                inside("torch.distributed.pipelining.stage", "_forward_metadata_inference", lambda: model(x))
+        model.train()
+
+    def train(model: nn.Module, optimizer: Any) -> None:
+        look(model)
+        simple(model, optimizer, 1)
+        with torch.no_grad():
+            look(model)
+        simple(model, optimizer, 1)
+
+    _, exporter, heard = unchanged(lambda: nn.Sequential(nn.Linear(3, 3), nn.ReLU()), train)
+    assert {one.tag for one in heard} == {"default"}
+    assert [(one.global_step, one.call) for one in heard.of("activations") if one.key == "0"] == [(0, 0), (1, 0)]
+    assert [one.global_step for one in heard.of("batch_started")] == [0, 1]
+    assert exporter.unended is None
+
+
+def inside(module: str, name: str, work: Callable[[], object]) -> None:
+    """Work that is called by a function of this name in a module of this name."""
+    there: dict[str, Any] = {"__name__": module}
+    exec(f"def {name}(work): return work()", there)
+    there[name](work)
+
+
+@pytest.mark.parametrize("way", ["fx", "make_fx", "export", "fake", "fake input"])
+def test_forwards_that_only_find_out_what_a_model_does(way: str) -> None:
+    """They are no calls, begin no step, and find the model as it is when nobody watches it."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x).relu()
+
+    def find_out(model: Any) -> str:
+        x = torch.ones(4, 3)
+        if way == "fx":
+            return str(torch.fx.symbolic_trace(model).graph)
+        if way == "make_fx":
+            return str(make_fx(model)(x).graph)
+        if way == "export":
+            return str(torch.export.export(model, (x,), strict=False).graph)
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            if way == "fake":
+                return str(F.mse_loss(model(mode.from_tensor(x)), torch.zeros(4, 3)).shape)
+            fake = mode.from_tensor(x)
+        with warnings.catch_warnings():  # torch warns itself
+            warnings.simplefilter("ignore")
+            return str(model(fake).shape)
+
+    def train(model: nn.Module, optimizer: Any) -> str:
+        found = find_out(model)
+        simple(model, optimizer)
+        return found + find_out(model)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _, exporter, heard = unchanged(lambda: nn.Sequential(Block(), Block()), train)
+    assert len(exporter.problems) == ("fake" in way)
+    assert [(one.global_step, one.call) for one in heard.of("activations") if one.key == "0.linear"] == [(0, 0), (1, 0)]
+    assert [one.global_step for one in heard.of("batch_started")] == [0, 1]
+    assert exporter.unended is None
+
+
+def test_direct_forward(tmp_path: Path) -> None:
+    """Direct ``m.forward(x)`` runs no hooks: the module is listed as silent, its parameters are recorded.
+
+    What it computes is seen around it: its input as the output of the layer before, its output as the network's.
+    """
+
+    class Direct(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen, self.unseen = nn.Linear(3, 3), nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.unseen.forward(self.seen(x))
+
+    _, exporter, heard = unchanged(Direct, simple, path=tmp_path / "run.zarr")
+    assert not exporter.problems
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        assert [note["silent"] for note in trace.notes if "silent" in note] == [["unseen"]]
+    info = CliRunner().invoke(main, ["info", str(tmp_path / "run.zarr")])
+    assert re.search(r"silent +never called, so nothing was seen of them: unseen\n", info.output), info.output
+    for kind in ("layer_inputs", "activations", "layer_gradients"):
+        assert {one.key for one in heard.of(kind)} == {"seen"}
+    for step, x in enumerate(batches(2)):
+        at = {"global_step": step}
+        leaves = [
+            only(heard, kind, one, **at).requires_grad_()
+            for one in ("seen", "unseen")
+            for kind in ("weights", "biases")
+        ]
+        hidden = F.linear(x, *leaves[:2])
+        output = F.linear(hidden, *leaves[2:])
+        slope, *gradients = torch.autograd.grad(output.square().sum(), [hidden, *leaves])
+        assert same(only(heard, "activations", "seen", **at), hidden)
+        assert same(only(heard, "layer_gradients", "seen", **at), slope)
+        assert same(only(heard, "network_output", **at), output)
+        for number, one in enumerate(("seen", "unseen")):
+            weight, gradient = leaves[2 * number], gradients[2 * number]
+            assert same(only(heard, "weight_gradients", one, **at), gradient)
+            assert same(only(heard, "bias_gradients", one, **at), gradients[2 * number + 1])
+            assert same(only(heard, "weight_updates", one, **at), weight.add(gradient, alpha=-0.1) - weight)
+
+
+def test_data_parallel() -> None:
+    """nn.DataParallel (on a CPU it passes through): the module inside is observed, and names have no ``module.``.
+
+    All that is told is what is told of the module by itself, and its numbers are autograd's.
+    """
+    _, _, heard = unchanged(lambda: nn.DataParallel(mlp()), simple)
+    _, _, alone = unchanged(mlp, simple)
+    assert len(heard) == len(alone)
+    for one, other in zip(heard, alone, strict=True):
+        assert (one.kind, one.key, one.global_step, one.call) == (other.kind, other.key, other.global_step, other.call)
+        assert (one.data is None and other.data is None) or same(one.data, other.data)
+    assert {one.key for one in heard.of("layer_gradients")} == {"0", "1", "2"}
+    like_mlp(heard, batches(2), lr=0.1)
+
+
+def test_cuda_graphs_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA graphs: while one is captured nothing is copied, because a copy to the host would break the capture."""
+
+    class OnDevice(Tensor):
+        is_cuda = True
+
+    class Moving(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * 2).as_subclass(OnDevice)
+
+    def train(model: nn.Module, optimizer: Any) -> None:
+        for x, captured in zip(batches(2), (False, True), strict=True):
+            monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda captured=captured: captured)
+            optimizer.zero_grad()
+            model(x).as_subclass(Tensor).square().sum().backward()
+            optimizer.step()
+
+    with pytest.warns(RuntimeWarning, match="while a CUDA graph is captured"):
+        _, exporter, heard = unchanged(lambda: mlp().append(Moving()), train, strict=False)
+    assert [one.global_step for one in find(heard, "activations", "3")] == [0]
+    assert "activations of '3': while a CUDA graph is captured" in problems(exporter)
+    x = batches(1)[0]
+    for (kind, module), value in of_mlp(heard, x, 0, lambda output: (output * 2).square().sum(), lr=0.1).items():
+        assert same(only(heard, kind, module, global_step=0), value), (kind, module)
+    assert same(only(heard, "activations", "3").as_subclass(Tensor), 2 * only(heard, "activations", "2", global_step=0))
+    # nor is a fused optimizer asked whether it has moved, which would wait for the device
+    optimizer = sgd(mlp())
+    optimizer.found_inf = torch.ones(1).as_subclass(OnDevice)  # type: ignore[attr-defined]
+    assert not skipped_inside(optimizer)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert skipped_inside(optimizer)
+
+
+def test_a_recorded_module_cannot_be_made_a_graph() -> None:
+    """``torch.cuda.make_graphed_callables`` refuses modules with hooks, before it asks for a device."""
+
+    def train(model: nn.Module, optimizer: Any, run: Any) -> None:
+        if isinstance(run, Exporter):
+            with pytest.raises((AssertionError, RuntimeError), match="must not have hooks"):
+                torch.cuda.make_graphed_callables(model, (batches(1)[0],))
+        simple(model, optimizer)
+
+    _, _, heard = unchanged(mlp, train, calls=True)  # the refusal leaves the training and the recording as they are
+    like_mlp(heard, batches(2), lr=0.1)

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tracer
 from tests.endings import InBackward, same
-from tests.observing.oracles import GAN, batches, mlp, of_mlp, simple, unchanged
+from tests.observing.oracles import GAN, batches, like_mlp, mlp, of_mlp, simple, unchanged
 from tests.observing.recorded import data_of, find, only, problems, sgd
 from tracer import Collect, Exporter
 from tracereel.main import main
@@ -283,9 +283,7 @@ def test_fused_optimizer(kind: str) -> None:
         return getattr(torch.optim, kind)(model.parameters(), lr=0.01, weight_decay=0.1, fused=True, **more)
 
     model, _, heard = unchanged(mlp, lambda *given: simple(*given, 3), make_optimizer)
-    for step, x in enumerate(batches(3)):
-        for (what, at), value in of_mlp(heard, x, step).items():
-            assert same(only(heard, what, at, global_step=step), value), (what, at)
+    like_mlp(heard, batches(3))
     for at in "02":
         weights, updates = data_of(heard, "weights", at), data_of(heard, "weight_updates", at)
         weights.append(model.get_submodule(at).weight.detach())
@@ -519,9 +517,7 @@ def test_optimizer_in_backward(checkpointed: bool) -> None:
         for step in range(3):
             momentum = momentum.mul(0.5).add(gradients[step]) if step else momentum
             assert same(updates[step], weights[step].add(momentum, alpha=-0.1) - weights[step])
-    for step, x in enumerate(batches(3)):
-        for (kind, module), value in of_mlp(heard, x, step).items():
-            assert same(only(heard, kind, module, global_step=step), value), (kind, module, step)
+    like_mlp(heard, batches(3))
 
 
 def test_the_step_of_an_optimizer_in_backward_ends_where_it_is_asked_for() -> None:
@@ -542,9 +538,7 @@ def test_the_step_of_an_optimizer_in_backward_ends_where_it_is_asked_for() -> No
 
     _, _, heard = unchanged(mlp, train, InBackward, lambda optimizer: optimizer.each.values(), calls=True)
     assert [one.global_step for one in heard.of("batch_finished")] == [0, 1]
-    for step, x in enumerate(batches(2)):
-        for (kind, module), value in of_mlp(heard, x, step).items():
-            assert same(only(heard, kind, module, global_step=step), value), (kind, module, step)
+    like_mlp(heard, batches(2))
     for module in "02":
         weights, gradients = data_of(heard, "weights", module), data_of(heard, "weight_gradients", module)
         moves = gradients[0], gradients[0].mul(0.5).add(gradients[1])  # with momentum
@@ -574,9 +568,7 @@ def test_subclassed_optimizers_and_schedulers() -> None:
 
     _, _, heard = unchanged(mlp, train, lambda model: Counting(model.parameters(), lr=0.1))
     assert [one.global_step for one in heard.of("batch_finished")] == [0, 1, 2]
-    for step, x in enumerate(batches(2)):
-        for (kind, module), value in of_mlp(heard, x, step).items():
-            assert same(only(heard, kind, module, global_step=step), value), (kind, module)
+    like_mlp(heard, batches(2))
     for step, rate in enumerate((0.1, 0.05)):
         gradient, update = (data_of(heard, kind, "0")[step] for kind in ("weight_gradients", "weight_updates"))
         torch.testing.assert_close(update, -rate * gradient, rtol=1e-4, atol=1e-6)

@@ -16,7 +16,6 @@ from torch import nn
 import tracer
 from tracer import KEYFRAME, Capture, CaptureError, Collect
 from tracer.messaging.messages import STATE_KINDS
-from tracer.observing.hashes import hash_of
 from tracer.observing.profiles import profile
 from tracer.observing.pytorch import generators
 from tracer.observing.pytorch.optimizer_states import (
@@ -29,6 +28,7 @@ from tracer.observing.pytorch.optimizer_states import (
     set_hyperparameters,
     set_scale,
 )  # fmt: skip
+from tracer.observing.reductions import hash_of
 
 OPTIMIZERS = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, amsgrad=True),

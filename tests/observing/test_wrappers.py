@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from tracer import Capture, Collect, Exporter
-from tracer.observing.pytorch.wrappers import compiled_parts, named_parts, unwrap, wrapped_by
+from tracer.observing.pytorch.structure import compiled_parts, named_parts, unwrap, wrapped_by
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import tracer
 from tracer import Capture, Message
-from tracer.recording.run import Run
+from tracer.recording.recording import Run
 
 ROOT = Path(__file__).parents[2]
 FORMATS = ("zarr", "h5")

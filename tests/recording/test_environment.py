@@ -13,7 +13,6 @@ from torch import nn
 
 import tracer
 from tracer import CaptureError
-from tracer.recording.environment import bounds_or, disabled, size_of
 from tracereel.main import main
 from tracereel.recording import record
 
@@ -82,15 +81,6 @@ def test_trace_max_bytes_bounds_what_the_script_asks(tmp_path: Path, monkeypatch
     monkeypatch.setenv("TRACE_MAX_BYTES", "plenty")
     with pytest.raises(CaptureError, match="variable TRACE_MAX_BYTES is no bound: 'plenty' is not a size"):
         train(tmp_path / "other.zarr")
-
-
-def test_sizes_and_flags() -> None:
-    """Units are decimal or binary; a bound is what both allow; yes and no have several names."""
-    assert [size_of(one) for one in ("2TiB", "1 GB", "0.5k", "7")] == [2 << 40, 10**9, 500, 7]
-    assert bounds_or(None, None, {}) == (None, None)
-    assert bounds_or(5, None, {"TRACE_MAX_BYTES": ""}) == (5, None)
-    assert bounds_or(None, 5, {"TRACE_MAX_BYTES": ""}) == (None, 5)
-    assert [disabled({"TRACE_DISABLE": one}) for one in ("TRUE", " on ", "off", "0", "")] == [True] * 2 + [False] * 3
 
 
 # -- trace record -----------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ import tracer
 from tests.recording.flight_runs import ALL, FORMATS, LIGHT, ROOT, flights, is_full, key, network, same, train
 from tracer import Capture, CaptureError, Collect, Flight, Message, UnknownNameError
 from tracer.errors import StopTraining
-from tracer.recording.run import Run
+from tracer.recording.recording import Run
 
 # -- a NaN in a training ------------------------------------------------------------------------------------------
 
@@ -268,7 +268,7 @@ def test_on_a_device(bad: int | None, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "error", "sentence"),
     [
-        ({"before": -1}, CaptureError, "before of a flight recorder is a whole number of steps from 0, not -1"),
+        ({"before": -1}, CaptureError, "before of a flight recorder is a whole number from 0, not -1"),
         ({"after": 1.5}, CaptureError, "after of a flight recorder"),
         ({"when": ["nan"]}, UnknownNameError, "reason to write .* 'nan'"),
         ({"when": [3]}, CaptureError, "names and receivers, not 3"),

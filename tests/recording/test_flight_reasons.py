@@ -19,7 +19,7 @@ import tracer
 from tests import processes
 from tests.recording.flight_runs import ALL, LIGHT, ROOT, flights, is_full, key, network, train
 from tracer import CaptureError, Flight, Message, Receiver
-from tracer.recording.run import Run
+from tracer.recording.recording import Run
 
 
 def test_a_second_trigger_extends_the_first(tmp_path: Path) -> None:

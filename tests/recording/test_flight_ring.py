@@ -12,9 +12,9 @@ import tracer
 from tests.recording.flight_runs import ALL, LIGHT, flights, is_full, train
 from tracer import Flight, Message
 from tracer.messaging.messages import NetworkMessage, checked, with_data
-from tracer.recording.flight import PER_MESSAGE, Ring, size_of
-from tracer.recording.run import Run
-from tracer.recording.transfers import ELSEWHERE, Copy
+from tracer.recording.flight_recorder import Ring, bytes_in_memory
+from tracer.recording.recording import Run
+from tracer.recording.transfers import ELSEWHERE, PER_MESSAGE, Copy
 
 
 def message(step: int, elements: int) -> Message:
@@ -35,7 +35,7 @@ def test_a_ring_stays_below_its_bound() -> None:
             assert ring.nbytes <= 100_000
     first = ring.whole_from
     assert 0 < first < 200
-    assert sum(size_of(one) for step in range(first, 200) for one in held[step]) == ring.nbytes
+    assert sum(bytes_in_memory(one) for step in range(first, 200) for one in held[step]) == ring.nbytes
     found = list(ring.emptied())
     assert [id(one) for one in found] == [id(one) for step in range(first, 200) for one in held[step]]
     assert ring.nbytes == 0
@@ -74,7 +74,7 @@ def test_data_on_its_way() -> None:
 def test_a_view_counts_as_what_it_keeps_alive() -> None:
     """The memory behind the data is held, not only the data."""
     part = checked("loss", None, 0, 0, 0, "default", 0, "", 0, torch.zeros(1000)[:2])
-    assert size_of(part) == PER_MESSAGE + 4000
+    assert bytes_in_memory(part) == PER_MESSAGE + 4000
 
 
 def test_a_bound_shortens_what_is_there(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from torch import nn
 
 import tracer
 from tests import processes
-from tracer import Capture, CaptureError, Collect, MessageBus, Recorder, TraceWriter
+from tracer import Collect, MessageBus, Recorder, TraceWriter
 from tracer.messaging.messages import NetworkMessage
 from tracer.recording.budget import ARRAY_BYTES, BASE_BYTES, ROW_BYTES, STREAM_BYTES, Budget
 from tracereel.main import main
@@ -214,47 +214,6 @@ def test_a_bound_that_is_not_reached(tmp_path: Path) -> None:
     assert not warned
 
 
-def test_attempts_share_a_bound(tmp_path: Path) -> None:
-    """What a first attempt wrote, a second one cannot; together they stay below the bound."""
-    bound, path = 5_000_000, tmp_path / "run.zarr"
-    model, optimizer, steps = training()
-    with tracer.record(path, model, optimizer, stop_at_bytes=bound, capture=tracer.Capture()):
-        steps(60)
-    with (
-        pytest.warns(RuntimeWarning, match="stop_at_bytes"),
-        tracer.record(
-            path, model, optimizer, resume=True, first_step=60, stop_at_bytes=bound, capture=tracer.Capture()
-        ),
-    ):
-        steps(300)
-    with tracer.open(path) as trace:
-        told = trace.info
-    assert told["stored_bytes"] <= bound
-    assert told["steps"][1] > 60
-    alone = tmp_path / "alone.zarr"
-    bounded(alone, bound, 360)
-    assert tracer.open(alone).info["steps"][1] > told["steps"][1]
-
-
-def test_ranks_have_equal_shares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two ranks each may take half, so that no word between them is needed."""
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    model, optimizer, steps = training()
-    with (
-        pytest.warns(RuntimeWarning, match="stop_at_bytes"),
-        tracer.record(
-            tmp_path / "run.zarr", model, optimizer, stop_at_bytes=8_000_000, capture=tracer.Capture()
-        ) as run,
-    ):
-        steps(200)
-        assert run.recorder is not None
-        assert run.recorder.budget is not None
-        assert run.recorder.budget.max_bytes == 4_000_000
-    with tracer.open(tmp_path / "run.zarr") as trace:
-        assert trace.info["stored_bytes"] <= 4_000_000
-
-
 def test_what_a_step_costs() -> None:
     """A message costs its data and its row; its stream and its array cost once; a step is paid as a whole."""
 
@@ -285,15 +244,6 @@ def test_a_recorder_with_a_budget_of_its_own(tmp_path: Path) -> None:
     with tracer.open(tmp_path / "run.zarr") as trace:
         assert [one.global_step for one in trace] == list(range(stopped[0]["global_step"]))
         assert 0 < stopped[0]["global_step"] < 1000
-
-
-@pytest.mark.parametrize("bound", [0, -5, 2.5, True, "many", "0MB"])
-def test_what_is_no_bound(bound: Any, tmp_path: Path) -> None:
-    """It is an error before anything is made, which names what was given."""
-    model, optimizer, _ = training()
-    with pytest.raises(CaptureError, match="is not a size such as"):
-        tracer.record(tmp_path / "run.zarr", model, optimizer, stop_at_bytes=bound, capture=tracer.Capture())
-    assert not (tmp_path / "run.zarr").exists()
 
 
 SCRIPT = """
@@ -339,16 +289,6 @@ def test_trace_record_is_bounded(options: list[str], environment: dict[str, str]
     assert told["stored_bytes"] <= 4_000_000
     lines = runner.invoke(main, ["info", str(tmp_path / "train.zarr")]).stdout.splitlines()
     assert f"stopped     at stop_at_bytes (4,000,000): nothing from step {last + 1} on" in lines
-
-
-def test_captures_that_thin_out_make_a_bound_last(tmp_path: Path) -> None:
-    """Recording one step in ten reaches ten times as far, about."""
-    reach = []
-    for every in (1, 10):
-        path = tmp_path / f"{every}.zarr"
-        bounded(path, 3_000_000, 1200 if every == 10 else 120, capture=Capture(every=every))
-        reach.append(tracer.open(path).info["steps"][1])
-    assert 8 <= reach[1] / reach[0] <= 12
 
 
 @pytest.mark.parametrize("suffix", FORMATS)

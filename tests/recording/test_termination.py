@@ -159,7 +159,7 @@ if sys.argv[1].endswith(".h5"):
 import torch
 import tracer
 from tracer.observing.exporter import Exporter
-from tracer.recording.family import Member
+from tracer.recording.own_part import Member
 from tracer.integrations.recording import Recording
 from tracer.recording.recording import Options, start
 from tracer.recorders import ForwardOutput

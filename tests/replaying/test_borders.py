@@ -11,7 +11,7 @@ import torch
 
 import tracer
 from analyze.batching.planning import plan_trace
-from analyze.batching.questions import questions
+from analyze.batching.units import questions
 from analyze.registry import parse
 from tests.trace.small_summaries import rows_looked_at, small_summaries
 from tracer import Collect, ModuleMessage, NetworkMessage, TraceWriter

@@ -32,7 +32,6 @@ from tracer import (
     derived,
 )
 from tracer.errors import CaptureError, TraceCorruptError
-from tracer.stores.hdf5 import opening
 from tracer.stores.zarr.reading import _ReadShard
 from tracereel.facts import message_line
 from tracereel.main import main
@@ -203,8 +202,7 @@ def test_updates_are_derived_as_afterwards(tmp_path: Path, suffix: str) -> None:
 
 def test_streams_are_declared_before_they_have_messages(tmp_path: Path) -> None:
     """A follower may look between the commit of the declarations and that of the first rows."""
-    from tracer.replaying.audience import Audience
-    from tracer.replaying.filters import Filters
+    from tracer.replaying.filters import Audience, Filters
     from tracer.replaying.updates import settled
     from tracer.replaying.wanted import wanted_of
 
@@ -496,48 +494,6 @@ def test_what_is_no_more_recorded_holds_nothing_back(tmp_path: Path) -> None:
     thread.join(30)
     assert raised == []
     assert [one.global_step for one in heard if one.kind == "weight_updates"] == [0, 1]
-
-
-@pytest.mark.parametrize("when", ["opened", "refreshed"])
-def test_a_file_that_is_replaced_while_it_is_opened(tmp_path: Path, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first commits put another file at the path; a reader that opens it meanwhile reads the new one, and reads on.
-
-    It opens the file twice, by HDF5 and by the system, and stayed for ever with two different ones.
-    """
-    path = tmp_path / "run.h5"
-    opened = opening.open_plainly
-
-    def commit_meanwhile(file: Any) -> Any:
-        found = opened(file)
-        monkeypatch.setattr(opening, "open_plainly", opened)
-        write(5)
-        return found
-
-    def write(steps: int) -> None:
-        for step in range(steps):
-            where = {"global_step": step, "train_step": step, "epoch": 0}
-            writer.write(NetworkMessage(kind="loss", data=torch.tensor(float(step)), **where))
-        writer.commit()
-
-    with TraceWriter(path) as writer:
-        if when == "opened":
-            monkeypatch.setattr(opening, "open_plainly", commit_meanwhile)
-            reader = TraceReader(path)
-        else:
-            reader = TraceReader(path)
-            writer.note({"nothing": "is written, and the file is another"})
-            writer.commit()
-            monkeypatch.setattr(opening, "open_plainly", commit_meanwhile)
-            reader.refresh()
-        assert opening.open_plainly is opened
-        reader.refresh()
-        assert [float(one.data) for one in reader.messages("loss")] == [*range(5)]
-        write(2)
-        assert reader.refresh()
-        assert len(reader) == 7
-    assert reader.refresh()
-    assert reader.status == "finished"
-    reader.close()
 
 
 @every_format

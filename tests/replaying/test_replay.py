@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from torch import Tensor, nn
 
 import tracer
-from analyze import parse
+from analyze.registry import parse
 from tracer import (
     CallbackSubscriber,
     Capture,
@@ -30,11 +30,9 @@ from tracer import (
     UnknownNameError,
 )
 from tracer.messaging.messages import DATA_KINDS
-from tracer.replaying import due
-from tracer.replaying.audience import Audience
-from tracer.replaying.due import due_windows
-from tracer.replaying.filters import Filters
-from tracer.replaying.wanted import wanted_of
+from tracer.replaying import wanted
+from tracer.replaying.filters import Audience, Filters
+from tracer.replaying.wanted import due_windows, wanted_of
 from tracer.stores.hdf5.reading import Hdf5ReadStore
 from tracer.stores.zarr.reading import ZarrReadStore
 from tracer.trace.data import Data
@@ -366,7 +364,7 @@ def test_a_receiver_that_is_satisfied_gets_no_further_windows(tmp_path: Path, mo
         for step in range(200):
             where = {"global_step": step, "train_step": step, "epoch": 0}
             writer.write(tracer.NetworkMessage(kind="loss", data=torch.tensor(1.0), **where))
-    monkeypatch.setattr(tracer.replaying.due, "WINDOW_ROWS", 64)
+    monkeypatch.setattr(tracer.replaying.wanted, "WINDOW_ROWS", 64)
     first, alone, whole = Satisfied("loss"), Satisfied("loss"), Collect("loss")
     tracer.replay(path, alone)
     assert 2 <= len(alone) < 70
@@ -536,8 +534,8 @@ def test_updates_are_planned_only_if_asked_for(monkeypatch: pytest.MonkeyPatch, 
             for module in ("a", "b"):
                 writer.write(ModuleMessage(kind="weights", module=module, data=torch.ones(2), **where))
     asked = []
-    pairs = due.pairs_of
-    monkeypatch.setattr(due, "pairs_of", lambda *of: asked.append(len(of[1])) or pairs(*of))
+    pairs = wanted.pairs_of
+    monkeypatch.setattr(wanted, "pairs_of", lambda *of: asked.append(len(of[1])) or pairs(*of))
     for kinds, modules, expected in (("weights", None, []), ("weight_updates", "b", [3])):
         asked.clear()
         tracer.replay(path, CallbackSubscriber(kinds, lambda *_: None, modules=modules))

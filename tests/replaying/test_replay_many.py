@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import tracer
-from analyze import parse
+from analyze.registry import parse
 from analyze.tables.results import Results
 from tracer import (
     CallbackSubscriber,

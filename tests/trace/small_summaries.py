@@ -10,7 +10,7 @@ import h5py
 import pytest
 
 import tracer.format.summaries
-import tracer.replaying.due
+import tracer.replaying.wanted
 import tracer.trace.reader
 import tracer.trace.rows
 from tracer.trace.rows import Rows
@@ -23,7 +23,7 @@ def small_summaries(monkeypatch: pytest.MonkeyPatch, rows: int = 5) -> None:
     monkeypatch.setattr(tracer.trace.rows, "KEPT_ROWS", 2 * rows)
     monkeypatch.setattr(tracer.trace.rows, "PIECE_ROWS", max(1, rows - 2))
     monkeypatch.setattr(tracer.trace.reader, "WINDOW_ROWS", rows)
-    monkeypatch.setattr(tracer.replaying.due, "WINDOW_ROWS", rows)
+    monkeypatch.setattr(tracer.replaying.wanted, "WINDOW_ROWS", rows)
 
 
 def copy_journal(source: Path, target: Path) -> None:

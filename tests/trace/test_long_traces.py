@@ -173,7 +173,7 @@ def test_a_long_trace_says_what_a_short_one_says(
     with monkeypatch.context() as patches:
         patches.setattr(Tables, "_summarize", lambda *_: None)
         patches.setattr(tracer.trace.reader, "WINDOW_ROWS", 1 << 18)
-        patches.setattr(tracer.replaying.due, "WINDOW_ROWS", 1 << 18)
+        patches.setattr(tracer.replaying.wanted, "WINDOW_ROWS", 1 << 18)
         expected = asked(path)
     found = asked(path)
     assert found.keys() == expected.keys()

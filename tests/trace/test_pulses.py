@@ -25,11 +25,9 @@ from tracer.messaging.pulses import PULSE, Row, messages_of, rows_of, sampling_o
 from tracer.messaging.receiver import Collect
 from tracer.numbers.gathered import Gathered, statistics_of_many
 from tracer.numbers.statistics import ENTRIES, statistics_of
-from tracer.observing.clock import At, Clock
-from tracer.observing.hashes import hash_of
-from tracer.observing.numbers import StreamKey
-from tracer.observing.problems import Problems
+from tracer.observing.clock import At, Clock, Problems, StreamKey
 from tracer.observing.pulses import Pulses, RowKind
+from tracer.observing.reductions import hash_of
 
 KEPT = [
     Capture(kinds=("activations", "layer_gradients", "weights", "weight_gradients", "weight_updates"), reduce=name)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import tracer
-from analyze import diff
+from analyze.comparing.diff import diff
 from tests.analyze.comparing.test_diff import partings, place
 from tests.recording.reenacting.test_reenact import KEYFRAMES, trace
 from tracer.observing.capture import DEFAULT_KINDS

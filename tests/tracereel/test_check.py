@@ -157,17 +157,6 @@ def test_wrong_words(tmp_path: Path, words: tuple[str, ...], code: int, said: st
     assert said in found.stderr
 
 
-def test_names_are_harmless(tmp_path: Path) -> None:
-    """Control characters of a module's name do not reach the terminal."""
-    path = tmp_path / "run.zarr"
-    with TraceWriter(path) as writer:
-        data = torch.tensor([1.0, math.nan])
-        writer.write(message_of("a\x1b[31m\n", kind="activations", data=data, global_step=0, train_step=0, epoch=0))
-    found = run("check", path)
-    assert "not_finite" in found.stdout
-    assert "\x1b" not in found.stdout
-
-
 def test_an_empty_trace(tmp_path: Path) -> None:
     """Nothing could be judged, and that is what is said."""
     with TraceWriter(tmp_path / "run.zarr"):

@@ -129,7 +129,7 @@ def test_tables_fit_the_terminal(
     shutil.copytree(deep, damaged)
     for value in (100.0, 101.0):  # one of the weights, one of their gradients
         damage(damaged, torch.full((3, 4), value).numpy().tobytes())
-    monkeypatch.setattr("tracer.recording.certifying.dry_run.dry_run", lambda *_, **__: dry_run_of(deep))
+    monkeypatch.setattr("tracer.recording.certifying.rehearsal.dry_run", lambda *_, **__: dry_run_of(deep))
     arguments = {
         "ls": ("ls", deep),
         "plan": ("replay", deep, "-s", "norm:kind=weights", "-s", "norm:kind=activations,tag=probe,as=b", "--plan"),

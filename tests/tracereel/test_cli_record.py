@@ -10,9 +10,7 @@ import pytest
 
 from tests import processes
 from tests.tracereel.command_line import ROOT, run, snapshot, spawn
-from tracer.recording.environment import size_of
 from tracer.recording.options import Options
-from tracereel.options import Number
 
 SCRIPT = """
 import sys
@@ -77,23 +75,6 @@ def test_record_options(tmp_path: Path) -> None:
             expected = Options().describe()
         assert told["header"]["recording"] == expected
         assert f"on_full {expected['on_full']}" in run("info", tmp_path / "train.zarr").stdout
-
-
-@pytest.mark.parametrize(
-    ("size", "expected"),
-    [
-        ("1", 1),
-        ("5000", 5000),
-        ("64kB", 64000),
-        ("64KiB", 65536),
-        ("2m", 2_000_000),
-        ("1.5GiB", 3 << 29),
-        ("1g", 10**9),
-    ],
-)
-def test_sizes(size: str, expected: int) -> None:
-    """Sizes are written as people write them."""
-    assert Number("SIZE", size_of).convert(size, None, None) == expected
 
 
 def test_record_a_module_with_a_configuration(tmp_path: Path) -> None:

@@ -156,16 +156,3 @@ def test_damaged_and_missing(pair: tuple[Path, Path], tmp_path: Path) -> None:
     result = run("diff", *parts)
     assert result.exit_code == 0
     assert "rank" in result.stderr
-
-
-def test_names_are_harmless(tmp_path: Path) -> None:
-    """Control characters of a trace are shown, and never reach the terminal."""
-    nasty = "a\x1b[31m\nb"
-    paths = [
-        write(tmp_path / f"{run}.zarr", series([torch.ones(2) + run], module=nasty), header={"argv": [f"\x1b{run}"]})
-        for run in (0, 1)
-    ]
-    result = run("diff", *paths)
-    assert result.exit_code == 1
-    assert "\x1b" not in result.output
-    assert "\x1b" not in run("diff", *paths, "--json").output

@@ -86,15 +86,6 @@ def test_a_nan(tmp_path: Path) -> None:
     ) in told
 
 
-def test_a_script_that_fails(tmp_path: Path) -> None:
-    """Its last steps are there, and its exit code and traceback are its own."""
-    done = run(tmp_path, "train()\nraise KeyError('gone')", *LOSSES)
-    assert done.returncode == 1
-    assert "KeyError: 'gone'" in done.stderr
-    assert flights(tmp_path) == [("exception", 19)]
-    assert written(tmp_path) == [17, 18, 19]
-
-
 def test_a_script_that_a_rule_stops(tmp_path: Path) -> None:
     """`--stop-on` is an end like any error: what is held is written, though the rules find more in it."""
     done = run(tmp_path, "train(bad=7)", *LOSSES, "--stop-on", "error")
@@ -155,14 +146,6 @@ def test_with_a_certificate(tmp_path: Path) -> None:
     done = run(tmp_path, "train()", *LOSSES, "--flight-when", "all_zeros", "--certify", "4", "--require-identical")
     assert done.returncode == 0, done.stderr
     assert "certificate: identical" in done.stderr
-
-
-def test_in_the_environment(tmp_path: Path) -> None:
-    """As every option."""
-    variables = {"TRACE_RECORD_FLIGHT": "1", "TRACE_RECORD_FLIGHT_BEFORE": "0", "TRACE_RECORD_FLIGHT_AFTER": "0"}
-    done = run(tmp_path, "train(bad=3)", "-k", "loss", "--out", "run.zarr", **variables)
-    assert done.returncode == 0, done.stderr
-    assert written(tmp_path) == [3]
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tracer.messaging.messages import ModuleMessage
-from tracereel.asking import Outputs
-from tracereel.reenacting import _Asked
+from tracereel.outputs import Outputs
+from tracereel.reenacting import _AskedMetrics
 
 RUN = Path(__file__).parents[2] / "sample_traces" / "v1" / "run.zarr"
 
@@ -19,7 +19,7 @@ def test_answers_go_where_they_were_asked_to_go(tmp_path: Path, monkeypatch: pyt
     """Into a new folder, too, and into the one in which the command began, though the script has left that."""
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
-    asked = _Asked(("norm",), Outputs("new/answers.csv", None, False), str(RUN), "again.zarr")
+    asked = _AskedMetrics(("norm",), Outputs("new/answers.csv", None, False), str(RUN), "again.zarr")
     norm, sink = asked.receivers
     monkeypatch.chdir(tmp_path / "elsewhere")
     where = {"module": "fc", "train_step": 0, "epoch": 0, "kind": "weights"}

@@ -15,7 +15,7 @@ from tracer.errors import TraceError, summary
 from tracer.secrets import masked, masked_command, masked_text
 from tracer.stores.locations import location
 from tracer.trace.writer import TraceWriter
-from tracereel.errors import Failure
+from tracereel.command import Refusal
 
 S = "hUnter2/x+Y"  # with a slash, as keys of object stores have
 PROGRAM = """
@@ -186,7 +186,7 @@ def test_trace_record_keeps_no_secret(tmp_path: Path, suffix: str) -> None:
 
 def test_the_command_line_prints_no_secret() -> None:
     """Whatever library an error is of."""
-    failure = Failure.of(OSError(f"no answer from https://me:{S}@host/x?sig={S}"))
+    failure = Refusal.of(OSError(f"no answer from https://me:{S}@host/x?sig={S}"))
     assert failure.message == "OSError: no answer from https://***@host/x?sig=*** (--debug shows where)"
 
 

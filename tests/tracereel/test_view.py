@@ -48,7 +48,7 @@ def test_the_secret_is_in_no_command_line(tmp_path: Path, monkeypatch: pytest.Mo
         assert "url=http://127.0.0.1:1/s3cret&amp;x/" in file.read_text()
 
     monkeypatch.setattr("webbrowser.open", given.append)
-    monkeypatch.setattr("analyze.seeing.viewing.server.view", serve)
+    monkeypatch.setattr("analyze.seeing.server.view", serve)
     done = CliRunner().invoke(main, ["view", str(write(tmp_path / "run.zarr", messages(("fc",), 3)))])
     assert (done.exit_code, done.stdout) == (0, f"{address}\n"), done.output
     assert "s3cret" not in given[0]

@@ -6,7 +6,7 @@ from typing import Any
 
 from tracer.errors import CaptureError
 from tracer.integrations.recording import Recording, require
-from tracer.recording.run import Run
+from tracer.recording.recording import Run
 from tracer.stores.locations import Anywhere
 
 try:

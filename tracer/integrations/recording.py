@@ -11,9 +11,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tracer.errors import CaptureError, TraceError, TracerError, UnknownNameError
-from tracer.observing.pytorch.loss_functions import LOSS_FUNCTIONS
-from tracer.recording.recording import end, record
-from tracer.recording.run import Run
+from tracer.observing.pytorch.patches import LOSS_FUNCTIONS
+from tracer.recording.recording import Run, end, record
 from tracer.recording.termination import Ending, last_unhandled, what_ends_the_program
 from tracer.stores.locations import Anywhere, location
 

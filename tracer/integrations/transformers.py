@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tracer.integrations.recording import Recording, require
-from tracer.observing.pytorch.hanging import Hanging, after_forward
-from tracer.observing.pytorch.loss_functions import ModelLoss
-from tracer.recording.run import Run
+from tracer.observing.pytorch.hooks import Hanging, after_forward
+from tracer.observing.pytorch.patches import ModelLoss
+from tracer.recording.recording import Run
 from tracer.stores.locations import Anywhere
 
 try:

@@ -171,7 +171,7 @@ class Message(ABC):
         accumulation, closures, the batches of an evaluation).
     leaf : str
         The path inside a module's output (or input) if that is a structure of tensors: ``"1.0"`` for the hidden state
-        of an LSTM (made by `tracer.observing.pytorch.leaves.below`). Empty if it is a single tensor. Ends in
+        of an LSTM (made by `tracer.observing.pytorch.tensors.below`). Empty if it is a single tensor. Ends in
         ``"backward.1"`` for the gradients of a second backward through the same forward.
     rank : int
         The rank of the process that observed it; 0 if the run is not distributed.

@@ -17,11 +17,9 @@ from tracer import walking
 from tracer.errors import CaptureError, UnknownNameError
 from tracer.messaging.messages import DEFAULT_TAG, KINDS, STATE_KINDS, Message, kept_of
 from tracer.messaging.subscription import matches_tag
-from tracer.numbers.statistics import ENTRIES
-from tracer.observing.beside import BESIDE
-from tracer.observing.hashes import PIECE
-from tracer.observing.reductions import DTYPES, REDUCTIONS, nothing
-from tracer.observing.sketches import Sketch
+from tracer.numbers.statistics import ENTRIES, statistics_of
+from tracer.observing.device.reading import hash_on_device, statistics_on_device, stays
+from tracer.observing.reductions import DTYPES, PIECE, REDUCTIONS, Sketch, hash_of, nothing
 from tracer.shown import table
 
 _LOSSES = ("loss", "loss_terms")
@@ -46,6 +44,18 @@ _CHANNELS_FIRST_3D = (
     nn.Conv1d, nn.ConvTranspose1d, nn.BatchNorm1d, nn.InstanceNorm1d, nn.GroupNorm, nn.MaxPool1d, nn.AvgPool1d,
     nn.AdaptiveAvgPool1d, nn.AdaptiveMaxPool1d, nn.LPPool1d, nn.Dropout1d,
 )  # fmt: skip
+
+
+def _hashed(tensor: Tensor) -> Tensor:
+    return hash_on_device(tensor) if stays(tensor) else torch.tensor(hash_of(tensor))
+
+
+def _statistics(tensor: Tensor) -> Tensor:
+    return statistics_on_device(tensor) if stays(tensor) else statistics_of(tensor)
+
+
+BESIDE: Mapping[str, Callable[[Tensor], Tensor]] = {"hash": _hashed, "statistics": _statistics}
+"""Reductions published as kinds of their own, such as ``weights_hash``, beside the data's kind."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,8 +122,8 @@ class Capture:
 
         ``"hash"`` and ``"statistics"`` are kept in addition to the data that other captures keep, as messages of kinds
         of their own, such as ``weights_hash`` and ``weights_statistics``. A hash, 8 bytes, tells whether two tensors
-        are identical bit by bit (`tracer.observing.hashes`). Statistics are mean, standard deviation, norm, minimum and
-        maximum, the counts of NaN, infinities and zeros, and sums (`tracer.numbers.statistics`), which metrics use
+        are identical bit by bit (`tracer.observing.reductions`). Statistics are mean, standard deviation, norm, minimum
+        and maximum, the counts of NaN, infinities and zeros, and sums (`tracer.numbers.statistics`), which metrics use
         instead of the data. Losses, sample ids, generators, hyperparameters and norms of all gradients are kept
         unchanged.
     seed : int

@@ -12,8 +12,7 @@ from typing import Any, Final
 from torch import Tensor, nn
 
 from tracer.messaging.messages import DEFAULT_TAG, KINDS
-from tracer.observing.numbers import StreamKey
-from tracer.observing.problems import Problems
+from tracer.observing.clock import Problems, StreamKey
 
 _GRADIENTS: Final = ("layer_gradients", "input_gradients")
 _OUTPUTS: Final = ("activations", "layer_gradients")

@@ -17,11 +17,9 @@ from tracer.messaging.receiver import Receiver
 from tracer.messaging.subscriber import unmet
 from tracer.messaging.subscription import matches_tag
 from tracer.observing.capture import Capture, observed
-from tracer.observing.clock import At, Clock
-from tracer.observing.parameter_table import PARAMETER_KINDS, ParameterTable
-from tracer.observing.problems import Problems
+from tracer.observing.clock import At, Clock, Problems, UndecidedTag
+from tracer.observing.models import PARAMETER_KINDS, ParameterTable
 from tracer.observing.pytorch.gate import PassOfThread
-from tracer.observing.tags import UndecidedTag
 
 _BY_EPOCH = frozenset(kind for kind, entry in KINDS.items() if entry.clock == "epoch")
 EVERYTHING = Capture(kinds=KINDS)

@@ -29,10 +29,11 @@ from tracer.format.placement import is_distributed
 from tracer.messaging.messages import DEFAULT_TAG
 from tracer.messaging.receiver import Receiver
 from tracer.observing.part import Ground, Part
-from tracer.observing.pytorch.loss_graph import behind
+from tracer.observing.pytorch.autograd import behind
 from tracer.observing.pytorch.patches import BACKWARD
-from tracer.observing.ranks import Ranks
-from tracer.observing.restoring import restored
+from tracer.observing.pytorch.tensors import summed
+from tracer.observing.state import restored
+from tracer.observing.wanted_parameters import Ranks
 
 Aside: TypeAlias = "Callable[[], AbstractContextManager[None]]"
 """Makes a context in which differentiation is not observed and changes nothing."""
@@ -40,7 +41,7 @@ Aside: TypeAlias = "Callable[[], AbstractContextManager[None]]"
 _WITH_SECOND = "; attention within torch.nn.attention.sdpa_kernel(SDPBackend.MATH) can be"
 
 
-class Rows:
+class OutputRows:
     """The network output that a loss function got, as a position in the graph. Its rows are the datapoints.
 
     Parameters
@@ -55,7 +56,7 @@ class Rows:
 
 
 class Derivatives:
-    """A loss that is about to be differentiated, for `tracer.messaging.objective.Objective`.
+    """A loss that is about to be differentiated, for `tracer.messaging.receiver.Objective`.
 
     Parameters
     ----------
@@ -63,7 +64,7 @@ class Derivatives:
         One element, with its graph.
     parameters : mapping of str to Tensor
         The trained parameters, by path.
-    outputs : sequence of Rows
+    outputs : sequence of OutputRows
         The outputs that loss functions got since the last backward.
     aside : callable
         See `Aside`.
@@ -77,7 +78,7 @@ class Derivatives:
         self,
         loss: Tensor,
         parameters: Mapping[str, Tensor],
-        outputs: Sequence[Rows],
+        outputs: Sequence[OutputRows],
         aside: Aside,
         step: int,
         hindrance: str = "",
@@ -127,7 +128,7 @@ class Derivatives:
 
     # -- how they are computed ------------------------------------------------------------------------------
 
-    def _only_output(self) -> Rows:
+    def _only_output(self) -> OutputRows:
         """The only output of a loss function that this loss is made of."""
         if not self._looked:
             nodes = {*behind(self._graph)} if self._outputs else set()
@@ -141,7 +142,7 @@ class Derivatives:
             )
         return self._outputs[0]
 
-    def _checked_gradient_of(self, output: Rows) -> Tensor:
+    def _checked_gradient_of(self, output: OutputRows) -> Tensor:
         """The gradient of the loss with respect to an output, if the loss depends on the parameters only through it."""
         (found,) = torch.autograd.grad(self._graph, (output.edge,), retain_graph=True)
         whole = self._joined(self._pulled_back((self._graph,), (torch.ones_like(self._graph),)))
@@ -154,7 +155,7 @@ class Derivatives:
             )
         return found
 
-    def _of_rows(self, output: Rows, gradient: Tensor, weights_n: NDArray[np.float64]) -> NDArray[np.float64]:
+    def _of_rows(self, output: OutputRows, gradient: Tensor, weights_n: NDArray[np.float64]) -> NDArray[np.float64]:
         weights = torch.as_tensor(weights_n, device="cpu").to(gradient).reshape(-1, *[1] * (gradient.ndim - 1))
         return self._joined(self._pulled_back((output.edge,), (gradient * weights,)))
 
@@ -228,7 +229,7 @@ class Differentiable(Part):
     def __init__(self, ground: Ground, ranks: Ranks) -> None:
         super().__init__(ground)
         self.ranks = ranks
-        self._outputs: list[Rows] = []  # the outputs that loss functions got since the last backward
+        self._outputs: list[OutputRows] = []  # the outputs that loss functions got since the last backward
         self._of_step = -1  # the step of these outputs
 
     def asking(self) -> list[Receiver]:
@@ -246,7 +247,7 @@ class Differentiable(Part):
         step = self.clock.now().global_step
         if step != self._of_step:
             self._outputs, self._of_step = [], step
-        self._outputs.append(Rows(output))
+        self._outputs.append(OutputRows(output))
 
     def forget(self) -> None:
         """Release graphs."""
@@ -279,7 +280,7 @@ class Differentiable(Part):
             objective.close()
 
     def _objective(
-        self, tensors: Sequence[Tensor], scales: Sequence[Tensor | None], outputs: Sequence[Rows]
+        self, tensors: Sequence[Tensor], scales: Sequence[Tensor | None], outputs: Sequence[OutputRows]
     ) -> Derivatives:
         trained = {
             path: one
@@ -292,9 +293,7 @@ class Differentiable(Part):
                 one.reshape(()) if by is None else one.reshape(()) / by.to(one.device)
                 for one, by in zip(tensors, scales, strict=True)
             ]
-            whole = parts[0]
-            for one in parts[1:]:
-                whole = whole + one.to(whole.device)
+            whole = summed(parts)
         step = self.clock.now().global_step
         return Derivatives(whole, trained, outputs, self._aside, step, self._hindrance(trained.values()))
 

@@ -1,4 +1,4 @@
-"""Publishes gradients of modules' outputs and inputs, through hooks on these tensors.
+"""Publishes gradients of modules' outputs and inputs, through hooks on these tensors, and the norm of all gradients.
 
 The gradients of a call in a reentrant checkpoint come from its second forward, which runs in the backward. They get
 the call number of the first forward, which ran without gradients.
@@ -7,37 +7,40 @@ the call number of the first forward, which ran without gradients.
 from __future__ import annotations
 
 import weakref
-from collections import Counter
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any, Final, NamedTuple
 
+import torch
 from torch import Tensor
 from torch._C import _current_graph_task_id
+from torch.optim import Optimizer
 
-from tracer.observing.clock import At
-from tracer.observing.numbers import StreamKey
+from tracer import walking
+from tracer.messaging.messages import DEFAULT_TAG
+from tracer.observing.clock import At, StreamKey, UndecidedTag
 from tracer.observing.part import Ground, Part
-from tracer.observing.pulses import Rows
+from tracer.observing.pulses import PulseRows
 from tracer.observing.pytorch.autograd import backward_node, next_node
-from tracer.observing.pytorch.hanging import Told, on_gradient, on_gradient_once
-from tracer.observing.tags import UndecidedTag
+from tracer.observing.pytorch.hooks import Told, on_gradient, on_gradient_once
+from tracer.observing.pytorch.tensors import unscaled
 
 _RECOMPUTED = "recomputed"
 """Replaces the tag for calls that a compiled graph recomputes in a checkpoint of its own."""
 
 
-class Plan(NamedTuple):
+class CallPlan(NamedTuple):
     """What is kept of a module's small outputs and of their gradients, if that is only hashes and statistics.
 
     Attributes
     ----------
     plans : dict
         `Dues.plans`, while the plan holds.
-    outputs, gradients : Rows or None
+    outputs, gradients : PulseRows or None
     """
 
     plans: dict[tuple[Any, ...], Any]
-    outputs: Rows | None
-    gradients: Rows | None
+    outputs: PulseRows | None
+    gradients: PulseRows | None
 
 
 class Gradients(Part):
@@ -45,14 +48,8 @@ class Gradients(Part):
 
     def __init__(self, ground: Ground) -> None:
         super().__init__(ground)
-        self._backwards: dict[tuple[StreamKey, int], int] = {}  # the number of the last gradient of each call
         # by tensor id, kind, module and leaf
         self._leaf_hooks: dict[tuple[int, str, str | None, str], _LeafHook] = {}
-        self._scales: dict[int, Tensor] = {}  # by backward: a GradScaler's factor in its loss
-        # by path: the calls without gradients, as (number of the next node in the graph, number of the call)
-        self._ungraded: dict[str, list[tuple[int, int]]] = {}
-        # how many of these calls a module has recomputed, by checkpoint node, backward and path
-        self._recomputed: Counter[tuple[int | None, int, str]] = Counter()
         self._recalled: dict[str, int] = {}  # by path: the call that was recomputed last
 
     def watch(
@@ -105,15 +102,15 @@ class Gradients(Part):
             self.problems.note(f"{kind} of {path!r}", why)
             return
         if hook.scale is not None:
-            self._scales.setdefault(_current_graph_task_id(), hook.scale)
+            self.clock.kept.scales.setdefault(_current_graph_task_id(), hook.scale)
         # a second backward through the same forward gives its gradients another leaf and the same call
-        key = stream, call
-        before = self._backwards[key] = self._backwards.get(key, -1) + 1
+        key, backwards = (stream, call), self.clock.kept.backwards
+        before = backwards[key] = backwards.get(key, -1) + 1
         if before:
             stream = StreamKey(kind, path, tag, f"{leaf}.backward.{before}".lstrip("."))
         self.publisher.deliver(captures, stream, gradient, call, hook.at, owned=False, scale=self.scale)
 
-    def _take(self, hook: GradientHook, plan: Plan, gradient: Tensor) -> bool:
+    def _take(self, hook: GradientHook, plan: CallPlan, gradient: Tensor) -> bool:
         """Take the rows of a small gradient in the step of its forward; False: nothing was done."""
         at, clock, publisher = hook.at, self.clock, self.publisher
         if (
@@ -123,19 +120,19 @@ class Gradients(Part):
             or not clock.open
         ):
             return False
-        key = hook.stream, hook.call
-        if self._scales or key in self._backwards or publisher.collecting is not None:
+        key, kept = (hook.stream, hook.call), clock.kept
+        if kept.scales or key in kept.backwards or publisher.collecting is not None:
             return False
         if not publisher.pulses.take(plan.gradients, gradient, hook.call, at, publisher.rank):
             return False
-        self._backwards[key] = 0
+        kept.backwards[key] = 0
         return True
 
     # -- calls that a reentrant checkpoint recomputes -------------------------------------------------------
 
     def note_ungraded(self, path: str, call: int) -> None:
         """Note a call without gradients, which may be the first forward of a reentrant checkpoint."""
-        self._ungraded.setdefault(path, []).append((next_node(), call))
+        self.clock.kept.ungraded.setdefault(path, []).append((next_node(), call))
 
     def first_call(self, path: str) -> int | None:
         """The number of the call that a module recomputes in the second forward of a checkpoint.
@@ -143,11 +140,11 @@ class Gradients(Part):
         None in any other forward inside a backward. A checkpoint's graph node is numbered just before its first
         forward; the calls of that forward follow it.
         """
-        first = None if self.clock.idle or not self.clock.open else self._ungraded.get(path)
+        first = None if self.clock.idle or not self.clock.open else self.clock.kept.ungraded.get(path)
         node = None if first is None else backward_node()
         if first is None or node is None:
             return None
-        seen = self._recomputed[node, _current_graph_task_id(), path]
+        seen = self.clock.kept.recomputed[node, _current_graph_task_id(), path]
         calls = [call for number, call in first if number > node]
         return calls[seen] if seen < len(calls) else None
 
@@ -157,7 +154,7 @@ class Gradients(Part):
         if first is None:
             self._recalled.pop(path, None)
         else:
-            self._recomputed[backward_node(), _current_graph_task_id(), path] += 1
+            self.clock.kept.recomputed[backward_node(), _current_graph_task_id(), path] += 1
             self._recalled[path] = first
         return first
 
@@ -174,7 +171,8 @@ class Gradients(Part):
     @property
     def scale(self) -> Tensor | None:
         """A GradScaler's factor in the loss of the backward that runs in this thread."""
-        return self._scales.get(_current_graph_task_id()) if self._scales else None
+        scales = self.clock.kept.scales
+        return scales.get(_current_graph_task_id()) if scales else None
 
     def watch_scale(self, scaled: Tensor, scale: Tensor) -> None:
         """Register a loss's factor, to be noted when a backward begins at the scaled loss."""
@@ -184,19 +182,14 @@ class Gradients(Part):
         """Note the factor in the loss of the backward that runs in this thread."""
         if not self.gate.open:  # in an unobserved backward, this thread must not wait for the lock
             return
-        self.gate.lock.run(self._scales.__setitem__, _current_graph_task_id(), scale)
+        self.gate.lock.run(self.clock.kept.scales.__setitem__, _current_graph_task_id(), scale)
 
     def forget(self) -> None:
-        """Drop the step's data."""
+        """Remove the hooks on tensors that outlive the step."""
         if self._leaf_hooks:
             for hook in self._leaf_hooks.values():
                 hook.handle.remove()
             self._leaf_hooks = {}
-        if self._backwards or self._scales:
-            self._backwards, self._scales = {}, {}
-        if self._ungraded or self._recomputed:
-            self._ungraded = {}
-            self._recomputed.clear()
 
 
 class GradientHook:
@@ -213,7 +206,7 @@ class GradientHook:
         call: int,
         at: At,
         scale: Tensor | None,
-        plan: Plan | None = None,
+        plan: CallPlan | None = None,
     ) -> None:
         self._owner = weakref.ref(owner)
         self.stream = stream
@@ -273,3 +266,111 @@ class _LeafHook:
             self._latest[0][1].tell_shared()
         for _, hook in self._latest:
             hook(gradient)
+
+
+GRADIENT_NORMS: Final = "gradient_norms"
+"""The kind of the messages."""
+NAMES: Final = ("before", "after")
+"""The names of the numbers of a message; one without the first number has the second alone."""
+_ROW: Final = 1 << 12
+"""Of so many numbers torch's float32 norm on a CPU is precise; its error is 1e-5 for 2^20 numbers, 6e-4 for 2^24."""
+
+
+def total_norm(tensors: Iterable[Tensor]) -> Tensor:
+    """The 2-norm of all elements of tensors together, by few operations that wait for no device.
+
+    Parameters
+    ----------
+    tensors : iterable of Tensor
+        At least one; of any floating or complex dtype, dense or sparse, on any devices.
+
+    Returns
+    -------
+    Tensor
+        Float64, of shape (), on the first tensor's device. The sums of squares of a tensor narrower than float64 are
+        in float32, with a relative error of about 1e-6; squares beyond its range give infinity.
+
+    Examples
+    --------
+    >>> total_norm([torch.tensor([3.0]), torch.tensor([4j])])
+    tensor(5., dtype=torch.float64)
+    """
+    norms: list[Tensor] = []
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for one in tensors:
+        if one.layout is not torch.strided:
+            one = (one.coalesce() if one.layout is torch.sparse_coo else one).values()
+        if one.is_complex():
+            one = torch.view_as_real(one.resolve_conj())
+        if one.is_cpu and one.numel() > 16 * _ROW and one.is_contiguous():
+            rows, one = one.view(-1).tensor_split([one.numel() // _ROW * _ROW])
+            of_rows = torch.linalg.vector_norm(rows.view(-1, _ROW), dim=1, dtype=_wide(one.dtype))
+            norms.append(torch.linalg.vector_norm(of_rows, dtype=torch.float64))
+        groups.setdefault((one.device, one.dtype), []).append(one)
+    for (_, dtype), group in groups.items():
+        norms += torch._foreach_norm(group, 2.0, dtype=_wide(dtype))
+    device = norms[0].device
+    double = torch.float32 if device.type == "mps" else torch.float64  # which has no float64
+    together: Tensor = torch.linalg.vector_norm(torch.stack([one.to(device, double) for one in norms]))
+    return together
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype | None:
+    """The dtype in which the elements of a narrow one are squared."""
+    return torch.float32 if dtype.itemsize < 4 else None
+
+
+class GradientNorms(Part):
+    """Publishes the norm of all gradients of each model in each recorded step.
+
+    The norm before clipping is that of the gradients when the last backward before an optimizer's step is over,
+    divided by the factor of a GradScaler; the norm after it is that of the gradients which the optimizer uses. Only
+    parameters that the optimizer trains are taken. Several optimizers of one model make one norm.
+    """
+
+    def backward_over(self) -> None:
+        """Compute the norms of the gradients that a backward has left."""
+        if not self.demand.wanted(GRADIENT_NORMS, None, DEFAULT_TAG):
+            return
+        kept = self.clock.kept
+        kept.norms_before = {}
+        for optimizer in self.optimizers.all:
+            norm = self._norm(optimizer)
+            if norm is not None:
+                kept.norms_before[id(optimizer)] = norm if kept.scale is None else unscaled(norm, kept.scale)
+
+    def optimizer_steps(self, optimizer: Optimizer) -> None:
+        """Compute the norm of the gradients that an optimizer uses; of several steps in a step, the last one counts."""
+        if not self.demand.wanted(GRADIENT_NORMS, None, DEFAULT_TAG):
+            return
+        after = self._norm(optimizer)
+        if after is not None:
+            kept = self.clock.kept
+            before = kept.norms_before.get(id(optimizer))
+            both = torch.stack([after] if before is None else [before, after])
+            kept.norms.setdefault(self.models.model_of(optimizer) or "", {})[id(optimizer)] = both
+
+    def _norm(self, optimizer: Optimizer) -> Tensor | None:
+        """The norm of all gradients of what an optimizer trains; None if there are none, or it cannot be computed."""
+        gradients = [one.grad for one in walking.trained(optimizer) if one.grad is not None]
+        if not gradients or not self.publisher.can_record(GRADIENT_NORMS, None, gradients[0]):
+            return None
+        special = next((type(one) for one in gradients if type(one) is not Tensor), None)
+        if special is not None:
+            why = f"gradients are of the class {special.__name__}, of which a process may hold only a part"
+            self.problems.note(GRADIENT_NORMS, why)
+            return None
+        with torch.no_grad():
+            return total_norm(gradients)
+
+    def publish(self) -> None:
+        """Publish the norms of the step."""
+        for model, of_each in self.clock.kept.norms.items():
+            each = list(of_each.values())
+            least = min(map(len, each))
+            together = each[0]
+            if len(each) > 1:
+                together = torch.linalg.vector_norm(
+                    torch.stack([one[-least:].to(together.device) for one in each]), dim=0
+                )
+            self.publisher.publish_numbers(GRADIENT_NORMS, together, [*NAMES[-least:]], model, call=0)

@@ -1,4 +1,4 @@
-"""Calls of loss functions and loss modules, and calls of ``backward`` and ``autograd.grad``."""
+"""Calls of losses, of ``backward`` and of ``autograd.grad``, and values that a user logs."""
 
 from __future__ import annotations
 
@@ -7,33 +7,37 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from tracer.errors import CaptureError
+from tracer.errors import CaptureError, MessageError
 from tracer.messaging.messages import DEFAULT_TAG, EVAL_TAG, TRAIN_MODE
+from tracer.observing.clock import At, StreamKey, UndecidedTag
 from tracer.observing.derivatives import Differentiable
 from tracer.observing.part import Ground, Part
 from tracer.observing.passes import Passes
-from tracer.observing.pytorch.autograd import checkpointed_inputs, recomputing, recomputing_reentrant
-from tracer.observing.pytorch.hanging import after_forward
-from tracer.observing.pytorch.hooks import Role, Site
-from tracer.observing.pytorch.loss_functions import (
+from tracer.observing.pytorch.autograd import (
+    checkpointed_inputs,
+    inspected,
+    looks_back,
+    recomputing,
+    recomputing_reentrant,
+)
+from tracer.observing.pytorch.hooks import Role, Site, after_forward
+from tracer.observing.pytorch.patches import (
     LOSS_FUNCTIONS,
     LossFunction,
     ModelLoss,
     output_and_labels,
     unpatch,
 )
-from tracer.observing.pytorch.loss_graph import looks_back
-from tracer.observing.pytorch.modes import inspected
-from tracer.observing.pytorch.tensors import leaves
-from tracer.observing.pytorch.wrappers import unwrap
-from tracer.observing.tags import UndecidedTag
+from tracer.observing.pytorch.structure import unwrap
+from tracer.observing.pytorch.tensors import leaves, summed
 
-_LOSSES = ("loss", "loss_terms", "input_labels", "network_output")
+_OF_LOSSES = ("loss", "loss_terms", "input_labels", "network_output")
 """The kinds of messages that a call of a loss may produce."""
 
 
@@ -81,7 +85,7 @@ class Losses(Part):
 
     def sites(self) -> Iterator[Site]:
         """The hooks on loss modules; loss functions are replaced by stand-ins."""
-        wanted = any(self.demand.asked(kind, None) for kind in _LOSSES)
+        wanted = any(self.demand.asked(kind, None) for kind in _OF_LOSSES)
         paths = {id(one): path for path, one in self.models.candidates()} if wanted and self.all else {}
         for loss in self.all if wanted else ():
             if isinstance(loss, nn.Module):
@@ -121,8 +125,7 @@ class Losses(Part):
             return  # the checkpoint's first forward has reported it
         if self.clock.step == self.clock.first_step and inspected():
             return
-        if self.steps.over:
-            self.steps.settle()
+        self.steps.settle()
         self.seen += 1
         if self.passes.user_tag is None and not output.requires_grad and self._waits_for_backward():
             return
@@ -274,9 +277,7 @@ class Differentiation(Part):
             for one in values:
                 terms.whole(one, user_tag)
             return
-        whole = values[0].detach()
-        for one in values[1:]:
-            whole = whole + one.detach().to(whole.device)
+        whole = summed([one.detach() for one in values])
         with self.differentiable.told(tensors, [None if one is None else one[1] for one in scaled]):
             self.objectives.differentiated(tensors, whole, hold=len(self.optimizers.all) > 1)
 
@@ -312,7 +313,70 @@ class Differentiation(Part):
     def scaled(self, scaled: Tensor, loss: Tensor, scale: Tensor) -> None:
         """Note that a GradScaler scaled a loss, so that gradients can be published without the factor."""
         self._last_scaled = weakref.ref(scaled), loss.detach(), scale
-        self.steps.norms.scale = scale
+        self.clock.kept.scale = scale
         listens = self.wiring.listens(Role.AFTER_FORWARD, Role.AFTER_ACCUMULATION)
         if self.clock.open and not self.clock.idle and listens:
             self.gradients.watch_scale(scaled, scale)
+
+
+class Values(Part):
+    """Publishes values that a user logs."""
+
+    def __init__(self, ground: Ground, passes: Passes) -> None:
+        super().__init__(ground)
+        self.passes = passes
+        self.objectives = passes.steps.objectives
+        # by kind and tag: the step and the number of the last value
+        self._logged: dict[tuple[str, str], tuple[At, int]] = {}
+
+    def log(self, kind: str, value: Any) -> None:
+        """Publish a value in the open step, or in the last step if none is open."""
+        if not self.gate.open:
+            return
+        if not isinstance(kind, str) or not kind:
+            raise MessageError(f"log takes a kind, which is a non-empty string, not {kind!r}")
+        if kind == "sample_ids":
+            raise MessageError("sample ids are told by run.samples(ids), before the forward")
+        if kind not in self.bus.topics:
+            self.bus.register_topic(kind, "network")
+        data = self._copied(kind, value)
+        if data is None:
+            return
+        self.gate.lock.run(self._log, kind, data)
+
+    def _log(self, kind: str, data: Tensor) -> None:
+        """Publish a value of the open step, or else of the last one."""
+        user_tag = self.passes.user_tag
+        last = None if user_tag is not None or self.clock.open else self.clock.last
+        at = self.clock.now() if last is None else last
+        tag = user_tag or DEFAULT_TAG
+        if kind == "loss":
+            self.objectives.terms.logged(tag)
+            if user_tag is None and self.objectives.logs(data, at):
+                return
+        # logged values are counted apart from observed ones, because they may come before, in and after a step
+        before, count = self._logged.get((kind, tag), (at, 0))
+        call = max(count if before == at else 0, self.numbers.next_message(StreamKey(kind, None, tag, "")))
+        self._logged[kind, tag] = (at, call + 1)
+        self.publisher.publish(kind, None, data, tag, call=call, at=at)
+
+    def loss_is_logged(self, *tags: str) -> None:
+        """Let the user log the training's loss, and the loss of passes with these tags."""
+        for tag in tags:
+            self.objectives.terms.logged(tag)
+        self.objectives.logged()
+
+    def _copied(self, kind: str, value: Any) -> Tensor | None:
+        """A copy of a value; None if it cannot be recorded."""
+        if not isinstance(value, Tensor):
+            try:
+                return torch.as_tensor(np.array(value), device="cpu")
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise MessageError(f"log({kind!r}) takes a number or an array, not {type(value).__name__}") from error
+        if not self.publisher.can_record(kind, None, value):
+            return None
+        try:
+            return value.detach().clone()
+        except Exception as error:  # noqa: BLE001 - out of memory
+            self.demand.give_up(kind, None, error)
+            return None

@@ -10,6 +10,7 @@ can change them any more. If updates are wanted, one copy of the weights is kept
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -19,17 +20,14 @@ from torch.nn.parameter import is_lazy
 from tracer.format.placement import local
 from tracer.messaging.messages import DEFAULT_TAG, difference
 from tracer.observing.capture import Capture
-from tracer.observing.clock import At
+from tracer.observing.clock import At, StreamKey
 from tracer.observing.demand import Captures, OfParameters, is_beside_statistics
 from tracer.observing.device.reading import Noted
-from tracer.observing.numbers import StreamKey
-from tracer.observing.parameter_table import Parameter
+from tracer.observing.models import Parameter
 from tracer.observing.part import Ground, Part
-from tracer.observing.pulses import Rows
+from tracer.observing.pulses import PulseRows
 from tracer.observing.pytorch.tensors import same_storage, unscaled
-from tracer.observing.ranks import Ranks
-from tracer.observing.small_parameters import SmallParameters
-from tracer.observing.wanted_parameters import Small, WantedParameters
+from tracer.observing.wanted_parameters import Ranks, Small, SmallParameters, WantedParameters
 
 T = TypeVar("T")
 
@@ -60,6 +58,44 @@ class Kept(NamedTuple):
     like: Tensor | None = None
 
 
+@dataclass(slots=True)
+class OfStep:
+    """What is kept of a parameter until the step ends.
+
+    Attributes
+    ----------
+    value, gradient, update : Kept or None
+        The data of its messages.
+    base : Kept or None
+        The weights from which its update is computed.
+    moved : tuple of Capture
+        Of an update that is computed when it is published.
+    seen : bool
+        Whether its weights were copied or published, or cannot be.
+    released : bool
+        Whether its gradient was published before the optimizer step.
+    pending, backward : Kept or None, int
+        Of a computed weight: the gradients since an optimizer stepped, and the last backward that brought one.
+    settled, late : bool
+        Of a computed weight: whether its value is final, and whether it had none when an optimizer stepped.
+    places : dict
+        By kind, which part of the tensor this process holds.
+    """
+
+    value: Kept | None = None
+    gradient: Kept | None = None
+    update: Kept | None = None
+    base: Kept | None = None
+    moved: Captures = ()
+    seen: bool = False
+    released: bool = False
+    pending: Kept | None = None
+    backward: int | None = None
+    settled: bool = False
+    late: bool = False
+    places: dict[str, dict[str, Any] | None] = field(default_factory=dict)
+
+
 _UNREAD: tuple[None, Sequence[int | None]] = None, ()
 
 
@@ -86,36 +122,23 @@ class Parameters(Part):
         super().__init__(ground)
         self.replicas = ranks.replicas
         self.asked = WantedParameters(ground, ranks)
-        self._before: dict[str, tuple[Kept | None, Kept | None]] = {}
-        self._gradients: dict[str, Kept] = {}
-        # for computed weights: the gradients since an optimizer stepped, the last backward that brought one, the paths
-        # whose value is final, and the paths without a value when an optimizer stepped
-        self._pending: dict[str, Kept] = {}
-        self._backwards: dict[str, int] = {}
-        self._settled: set[str] = set()
-        self._late: set[str] = set()
-        # the parameters whose gradients were copied before the optimizer step in progress, and those whose gradients
-        # were published before it
-        self._final: set[str] = set()
-        self._released: set[str] = set()
-        self._after: dict[str, Kept] = {}
-        self._moved: dict[str, Captures] = {}  # captures of the updates that are computed when they are published
-        self._places: dict[tuple[str, str], dict[str, Any] | None] = {}  # by path and kind
+        self._kept: dict[str, OfStep] = {}  # by path, of the open step
+        self._final: set[str] = set()  # whose gradients were copied before the optimizer step in progress
         self._small = SmallParameters(self.publisher)
 
     def forget(self) -> None:
         """Drop all data of the step."""
-        by_path: list[dict[Any, Any]] = [self._before, self._gradients, self._after, self._places]
-        for kept in (*by_path, self._pending, self._backwards, self._moved):
-            kept.clear()
-        for paths in (self._final, self._released, self._settled, self._late):
-            paths.clear()
+        self._kept, self._final = {}, set()
         self._small.forget()
 
     @property
     def holding(self) -> bool:
-        """Whether there is data to `forget`. Everything that is kept alone has an entry in `_places`."""
-        return bool(self._places or self._small.read)
+        """Whether there is data to `forget`."""
+        return bool(self._kept or self._small.read)
+
+    def _of(self, parameter: Parameter) -> OfStep:
+        """What is kept of a parameter in this step."""
+        return self._kept.get(parameter.path) or self._kept.setdefault(parameter.path, OfStep())
 
     def snapshot(self, parameters: Sequence[Parameter], *, settle: bool) -> None:
         """Copy the wanted weights before they change, at most once per step.
@@ -126,9 +149,10 @@ class Parameters(Part):
         listed = self.asked.of(parameters)
         left = self._small.read_weights(listed.together, self.demand.of_parameters()) if listed.together else []
         for parameter, value_captures, _, update_captures in (*left, *listed.alone):
+            kept = self._of(parameter)
             if settle and parameter.computed:
-                (self._settled if parameter.path in self._before else self._late).add(parameter.path)
-            if parameter.path in self._before or not (value_captures or update_captures):
+                kept.settled, kept.late = kept.settled or kept.seen, kept.late or not kept.seen
+            if kept.seen or not (value_captures or update_captures):
                 continue
             tensor = parameter.tensor
             if tensor is None and parameter.by_hook:  # no forward was seen using it, as when compiled
@@ -147,9 +171,8 @@ class Parameters(Part):
                 self.demand.give_up(kind, parameter.stream, error)
                 self.demand.give_up(update_kind, parameter.stream, error)
                 continue
-            place = self.publisher.place(tensor)
-            self._places[parameter.path, kind] = self._places[parameter.path, update_kind] = place
-            self._before[parameter.path] = (value, base)
+            kept.places[kind] = kept.places[update_kind] = self.publisher.place(tensor)
+            kept.seen, kept.value, kept.base = True, value, base
         self.publisher.pulses.flush()
 
     def release(self, parameters: Sequence[Parameter], *, gradients: bool) -> None:
@@ -157,7 +180,7 @@ class Parameters(Part):
         at = self.clock.began
         for one, value, gradient, update in self.asked.of(parameters).alone:
             tensor = one.tensor
-            if tensor is None or one.computed or one.path in self._before or not _is_large(tensor):
+            if tensor is None or one.computed or self._of(one).seen or not _is_large(tensor):
                 continue
             self._attempt(one.values, one, self._release_value, tensor, value, update, at)
             if gradients:
@@ -168,31 +191,32 @@ class Parameters(Part):
         self, parameter: Parameter, tensor: Tensor, captures: Captures, updates: Captures, at: At
     ) -> None:
         """Publish the weights of a parameter."""
-        path, kind = parameter.path, parameter.values
+        kind, of_step = parameter.values, self._of(parameter)
         if not (captures or updates):
             return
-        self._before[path] = None, None
+        of_step.seen = True
         if not self.publisher.can_record(kind, parameter.stream, tensor):
             return
-        self._places[path, kind] = self._places[path, parameter.updates] = self.publisher.place(tensor)
+        of_step.places[kind] = of_step.places[parameter.updates] = self.publisher.place(tensor)
         kept = self._keep(captures, kind, tensor)
         if kept is not None:
             self._publish(parameter, kind, kept, captures, at)
 
     def _release_gradient(self, parameter: Parameter, tensor: Tensor, captures: Captures, at: At) -> None:
         """Publish the gradient of a parameter."""
-        if not captures or tensor.grad is None or parameter.path in self._released:
+        if not captures or tensor.grad is None or self._of(parameter).released:
             return
         kept = self._gradient(parameter, captures, tensor.grad)
-        self._released.add(parameter.path)
+        self._of(parameter).released = True
         if kept is not None:
             self._publish(parameter, parameter.gradients, kept, captures, at)
 
     def _keep_base(self, parameter: Parameter, tensor: Tensor, captures: Captures) -> None:
         """Keep the published weights of a parameter, from which its update is computed."""
-        if captures and (parameter.path, parameter.updates) in self._places:  # otherwise it cannot be recorded
+        of_step = self._of(parameter)
+        if captures and parameter.updates in of_step.places:  # otherwise it cannot be recorded
             base = self._keep(captures, parameter.updates, tensor, final=False)
-            self._before[parameter.path] = None, None if base is None else base._replace(alone=True)
+            of_step.base = None if base is None else base._replace(alone=True)
 
     def _attempt(self, kind: str, parameter: Parameter, work: Callable[..., T], *about: Any) -> T | None:
         """Do work for a parameter. If it fails, its messages of the kind are given up, and all others continue."""
@@ -208,17 +232,17 @@ class Parameters(Part):
 
     def computed(self, parameter: Parameter, value: Tensor) -> None:
         """Keep a weight computed for a forward: the last before an optimizer steps, or else the first after it."""
-        path, kind = parameter.path, parameter.values
-        if path in self._settled:
+        kind, of_step = parameter.values, self._of(parameter)
+        if of_step.settled:
             return
-        if path in self._late:
-            self._settled.add(path)
+        of_step.settled = of_step.late
         captures = self.wanted(parameter, kind)
         if captures and self.publisher.can_record(kind, parameter.stream, value):
-            self._places[path, kind] = self.publisher.place(value)
+            of_step.places[kind] = self.publisher.place(value)
             kept = self._keep(captures, kind, value)
             like = torch.empty_like(local(value), device="meta")
-            self._before[path] = (None if kept is None else kept._replace(like=like), None)
+            of_step.seen, of_step.base = True, None
+            of_step.value = None if kept is None else kept._replace(like=like)
             self.publisher.pulses.flush()
 
     def accumulated(self, parameter: Parameter, gradient: Tensor, scale: Tensor | None) -> None:
@@ -241,12 +265,12 @@ class Parameters(Part):
             Identifies the backward. If the original parameters have no gradients when it begins, the program has
             dropped them, and the earlier sum is dropped too.
         """
-        path, captures = parameter.path, self.wanted(parameter, parameter.gradients)
+        captures, of_step = self.wanted(parameter, parameter.gradients), self._of(parameter)
         if not captures:
             return
-        before = self._pending.pop(path, None)
-        if self._backwards.get(path) != task:
-            self._backwards[path] = task
+        before, of_step.pending = of_step.pending, None
+        if of_step.backward != task:
+            of_step.backward = task
             originals = parameter.originals
             if originals and all(one.grad is None for one in originals):
                 before = None
@@ -255,7 +279,7 @@ class Parameters(Part):
         if kept is not None:
             if before is not None and kept.data is not None and before.data is not None:
                 kept.data.add_(before.data)
-            self._pending[path] = kept
+            of_step.pending = kept
 
     def keep_gradients(self, parameters: Sequence[Parameter]) -> None:
         """Copy the wanted gradients before an optimizer step that may overwrite them."""
@@ -264,7 +288,7 @@ class Parameters(Part):
         self._final.update(one.path for one in listed.together if one.path in self._small.read)
         for one, _, captures, _ in (*left, *listed.alone):
             gradient = None if one.tensor is None else one.tensor.grad
-            if captures and gradient is not None and one.path not in self._released:
+            if captures and gradient is not None and not self._of(one).released:
                 self._attempt(one.gradients, one, self._keep_gradient, captures, gradient)
                 self._final.add(one.path)
         self.publisher.pulses.flush()
@@ -281,22 +305,20 @@ class Parameters(Part):
             self._small.read_updates(listed.together)
             left += [one._replace(updates=()) for one in odd]
         for parameter, _, gradients, updates in (*left, *listed.alone):
-            path, tensor = parameter.path, parameter.tensor
-            pending = self._pending.pop(path, None) if self._pending else None
+            kept, tensor = self._of(parameter), parameter.tensor
+            pending, kept.pending = kept.pending, None
             if pending is not None:
                 originals = parameter.originals if final else []
                 if not originals or any(one.grad is not None for one in originals):  # otherwise none were accumulated
-                    self._gradients[path] = pending
+                    kept.gradient = pending
             if tensor is None:
                 continue
             if updates and ends:
-                self._moved[path] = updates
+                kept.moved = updates
             elif updates:
-                _, base = self._before.get(path, (None, None))
-                kept = self._attempt(parameter.updates, parameter, self._update, updates, base, False)
-                if kept is not None:
-                    self._after[path] = kept
-            known = path in self._final or path in self._released
+                update = self._attempt(parameter.updates, parameter, self._update, updates, kept.base, False)
+                kept.update = update or kept.update
+            known = parameter.path in self._final or kept.released
             if gradients and final and tensor.grad is not None and not known:
                 self._attempt(parameter.gradients, parameter, self._keep_gradient, gradients, tensor.grad)
         self._final.clear()
@@ -306,24 +328,26 @@ class Parameters(Part):
     def publish(self, at: At) -> None:
         """Publish the kept values, gradients and updates of each parameter that are still wanted."""
         step, asked = self.clock.now().global_step, self.demand.of_parameters()
-        read: list[tuple[Rows, int]] = []
+        read: list[tuple[PulseRows, int]] = []
         pulses, rank = self.publisher.pulses, self.publisher.rank
         for parameter in self.table.all:
-            path = parameter.path
+            path, of_step = parameter.path, self._kept.get(parameter.path)
             small, numbers = self._small.read.get(path, _UNREAD)
-            rows: Sequence[Rows | None] = () if small is None else small.rows
+            rows: Sequence[PulseRows | None] = () if small is None else small.rows
             if small is not None and asked is not self._small.asked:
                 rows = self._rows_still_wanted(small, asked, step)
-            if small is not None and path not in self._gradients:  # nothing of it is kept alone
+            if small is not None and (of_step is None or of_step.gradient is None):  # nothing of it is kept alone
                 both = zip(rows, numbers, strict=True)
                 read += [(one, number) for one, number in both if one is not None and number is not None]
                 continue
-            value, base = self._before.pop(path, (None, None))
-            update = self._after.pop(path, None)
-            if path in self._moved:  # before the message that its base belongs to is published
-                update = self._attempt(parameter.updates, parameter, self._update, self._moved[path], base, True)
-            kept = [value, self._gradients.pop(path, None), update]
-            del value, base, update
+            if of_step is None:
+                continue
+            base, update = of_step.base, of_step.update
+            if of_step.moved:  # before the message that its base belongs to is published
+                update = self._attempt(parameter.updates, parameter, self._update, of_step.moved, base, True)
+            kept = [of_step.value, of_step.gradient, update]
+            of_step.value = of_step.gradient = of_step.update = of_step.base = None
+            del base, update
             for place, kind in enumerate(parameter.kinds):
                 if small is not None and (one := rows[place]) is not None and (number := numbers[place]) is not None:
                     read.append((one, number))
@@ -340,9 +364,9 @@ class Parameters(Part):
         if read:
             pulses.take_read(read, at, rank)
 
-    def _rows_still_wanted(self, small: Small, asked: OfParameters, step: int) -> list[Rows | None]:
+    def _rows_still_wanted(self, small: Small, asked: OfParameters, step: int) -> list[PulseRows | None]:
         """The rows of a parameter that was read before somebody who wants it came or went."""
-        parameter, tensor, found = small.wanted.parameter, small.wanted.parameter.tensor, list[Rows | None]()
+        parameter, tensor, found = small.wanted.parameter, small.wanted.parameter.tensor, list[PulseRows | None]()
         for kind, stream in zip(parameter.kinds, asked.get(small.path, (None, None, None)), strict=True):
             captures = () if stream is None else stream.wanted(step)
             if captures and tensor is not None and self.publisher.keeps_rows(kind, captures):
@@ -355,7 +379,7 @@ class Parameters(Part):
     def _publish(self, parameter: Parameter, kind: str, kept: Kept, captures: Captures, at: At) -> None:
         """Publish the kept tensor of a kind of a parameter, for the captures that still want it."""
         stream = StreamKey(kind, parameter.stream, DEFAULT_TAG, "")
-        place = self._places.get((parameter.path, kind))
+        place = self._of(parameter).places.get(kind)
         if place is None and not (parameter.computed and kind != parameter.values):
             place = self.replicas.get(parameter.path)
         tensor = parameter.tensor
@@ -423,7 +447,7 @@ class Parameters(Part):
     ) -> None:
         kept = self._gradient(parameter, captures, gradient, scale)
         if kept is not None:
-            self._gradients[parameter.path] = kept
+            self._of(parameter).gradient = kept
 
     def _gradient(
         self,
@@ -438,7 +462,7 @@ class Parameters(Part):
         kind = parameter.gradients
         if not self.publisher.can_record(kind, parameter.stream, gradient):
             return None
-        self._places[parameter.path, kind] = self.publisher.place(gradient)
+        self._of(parameter).places[kind] = self.publisher.place(gradient)
         gradient = local(gradient).detach()
         if scale is not None:
             gradient = unscaled(gradient, scale)

@@ -18,14 +18,14 @@ from torch.nn.parameter import is_lazy
 from tracer import walking
 from tracer.errors import CaptureError
 from tracer.messaging.messages import DEFAULT_TAG, EVAL_TAG
-from tracer.observing.numbers import StreamKey
+from tracer.observing.clock import StreamKey
 from tracer.observing.part import Ground, Part
 from tracer.observing.passes import Passes
 from tracer.observing.publisher import PROBED
+from tracer.observing.pytorch.autograd import with_subclasses
 from tracer.observing.pytorch.gate import Pass
-from tracer.observing.pytorch.modes import with_subclasses
 from tracer.observing.pytorch.tensors import leaves, unobservable
-from tracer.observing.restoring import undisturbed
+from tracer.observing.state import undisturbed
 
 PROBE: Final = "probe"
 """The tag of the passes of a `ProbePlan`; metrics of representations listen to it."""

@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from tracer.errors import CaptureError
+from tracer.errors import CaptureError, MessageError
 from tracer.format.encodings import refusal
 from tracer.format.placement import is_distributed, local, placement_of
 from tracer.memory import Memory
 from tracer.messaging.bus import MessageBus
-from tracer.messaging.messages import DEFAULT_TAG, Message, checked
+from tracer.messaging.messages import DEFAULT_TAG, Message, ModuleMessage, NetworkMessage, checked
 from tracer.observing.capture import Capture, axis_of_neurons
-from tracer.observing.clock import At, Clock
-from tracer.observing.conditions import meets
+from tracer.observing.clock import At, Clock, Held, Numbers, Problems, StreamKey, UndecidedTag
 from tracer.observing.datapoints import TOLD, Datapoints, asks
 from tracer.observing.demand import EVERYTHING, HELD, Captures, Demand, is_beside_statistics, stream_name
 from tracer.observing.device.reading import Noted
-from tracer.observing.numbers import Numbers, StreamKey
-from tracer.observing.overflows import Overflows
-from tracer.observing.problems import Problems
-from tracer.observing.pulses import Pulses, RowKind, Rows
+from tracer.observing.pulses import PulseRows, Pulses, RowKind
 from tracer.observing.pytorch.tensors import copied, leaves, ordinary, same_storage, space_for, unobservable, unscaled
-from tracer.observing.tags import Held, UndecidedTag
 
 LARGE = 1 << 20
 """Tensors of at least this many bytes are copied only when the receivers have room."""
@@ -41,7 +37,7 @@ Returns whether to withhold the tensor for now.
 """
 
 
-class _Kept(NamedTuple):
+class _KeptOfStream(NamedTuple):
     """What captures keep of an ordinary tensor.
 
     Attributes
@@ -101,8 +97,8 @@ class Publisher:
         self._samplings: dict[tuple[Any, ...], dict[str, Any] | None] = {}
         # by the id of captures, which are kept here so that no others get it
         self._rows_only: dict[int, tuple[Captures, bool]] = {}
-        self._kept: dict[tuple[int, str], tuple[Captures, _Kept | None]] = {}
-        self._rows_of: dict[tuple[Any, ...], tuple[Captures, Rows]] = {}
+        self._kept: dict[tuple[int, str], tuple[Captures, _KeptOfStream | None]] = {}
+        self._rows_of: dict[tuple[Any, ...], tuple[Captures, PulseRows]] = {}
         # by torch's specification of a distributed tensor
         self._placements: dict[Any, dict[str, Any]] = {}
 
@@ -142,11 +138,7 @@ class Publisher:
         captures = self.demand.wanted(kind, None, tag, at)
         if captures:
             step, train_step, epoch, _ = at
-            message = checked(kind, None, step, train_step, epoch, tag, 0, "", self.rank, None)
-            if self.demand.apart is None:
-                self.bus.publish(message)
-            else:
-                self._send(captures[-1], message)
+            self._send(captures[-1], checked(kind, None, step, train_step, epoch, tag, 0, "", self.rank, None))
 
     def publish_numbers(self, kind: str, vector: Tensor, names: list[str], leaf: str, call: int | None = None) -> None:
         """Publish numbers of the network, which nobody else owns, with their names, if they are wanted now."""
@@ -259,7 +251,7 @@ class Publisher:
             sampling = self.sampling(keeping, stream, source, placement, twice, axis)
             self.release(keeping, stream, chosen, source, number, at, sampling, owned=owned)
 
-    def _take_rows(self, kept: _Kept, stream: StreamKey, data: Tensor, call: int | None, at: At) -> bool:
+    def _take_rows(self, kept: _KeptOfStream, stream: StreamKey, data: Tensor, call: int | None, at: At) -> bool:
         """Have the rows of a small tensor leave in a pulse; False if nothing was done."""
         if stream.tag != DEFAULT_TAG:
             return False
@@ -272,7 +264,7 @@ class Publisher:
 
     def _send_whole(
         self,
-        kept: _Kept,
+        kept: _KeptOfStream,
         stream: StreamKey,
         data: Tensor,
         call: int | None,
@@ -298,7 +290,7 @@ class Publisher:
         elif kept.whole is not None:
             self._send(kept.whole, message)
 
-    def _parted(self, captures: Captures, kind: str) -> _Kept | None:
+    def _parted(self, captures: Captures, kind: str) -> _KeptOfStream | None:
         """What captures keep of a stream's ordinary tensors; None if it is more than rows of a pulse and the whole."""
         known = self._kept.get((id(captures), kind))
         if known is None or known[0] is not captures:
@@ -308,7 +300,7 @@ class Publisher:
             fits = (not beside or self.keeps_rows(kind, beside)) and (whole is None or whole.keeps_whole(kind))
             twice = whole is not None and is_beside_statistics(whole, captures, kind)
             told = {"beside": ["statistics"]} if twice else None
-            known = self._kept[id(captures), kind] = captures, _Kept(beside, whole, told) if fits else None
+            known = self._kept[id(captures), kind] = captures, _KeptOfStream(beside, whole, told) if fits else None
         return known[1]
 
     def keeps_rows(self, kind: str, captures: Captures) -> bool:
@@ -323,7 +315,7 @@ class Publisher:
 
     def rows(
         self, captures: Captures, stream: StreamKey, data: Tensor, placement: dict[str, Any] | None = None
-    ) -> Rows:
+    ) -> PulseRows:
         """The rows of a tensor for captures for which `keeps_rows` holds; computed once per number of axes."""
         key = id(captures), stream, data.ndim, data.is_floating_point(), id(placement)
         known = self._rows_of.get(key)
@@ -331,7 +323,7 @@ class Publisher:
             kind = stream.kind
             told = ((one, self.sampling(one, stream, data, placement, twice=False)) for one in captures)
             kinds = tuple(RowKind(str(one.beside(kind)), one.published(kind), sampling) for one, sampling in told)
-            known = self._rows_of[key] = captures, Rows(stream, kinds)
+            known = self._rows_of[key] = captures, PulseRows(stream, kinds)
         return known[1]
 
     def _hold(self, stream: StreamKey, data: Tensor, call: int | None, *, owned: bool) -> None:
@@ -478,3 +470,121 @@ class Publisher:
     def forget_places(self) -> None:
         """Drop the cache of `place`."""
         self._placements = {}
+
+
+class Overflows:
+    """Counts, for each stream, the numbers that were finite before a cast and are infinite after it.
+
+    On the CPU the extremes show whether there are any. On a device the numbers are counted on the device; only `told`
+    waits for the counts.
+
+    Examples
+    --------
+    >>> overflows, before = Overflows(), torch.tensor([1e6, -1.0, torch.inf, torch.nan])
+    >>> overflows.count(StreamKey("weights", "fc", "default", ""), before, before.half())
+    >>> [(one["module"], one["dtype"], one["count"], one["of"]) for one in overflows.told()]
+    [('fc', 'float16', 1, 4)]
+    """
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[StreamKey, torch.dtype, torch.device], int | Tensor] = {}
+        self._seen: dict[tuple[StreamKey, torch.dtype, torch.device], int] = {}
+
+    def count(self, stream: StreamKey, before: Tensor, after: Tensor) -> None:
+        """Count the floating-point numbers that a cast has made infinite.
+
+        Parameters
+        ----------
+        stream : StreamKey
+        before, after : torch.Tensor
+            Of equal shape.
+        """
+        limit = _limit(before.dtype, after.dtype)
+        if limit is None or not before.numel():
+            return
+        key = stream, after.dtype, after.device
+        self._seen[key] = self._seen.get(key, 0) + before.numel()
+        if before.itemsize == 1:  # torch has no aminmax for 1-byte floats
+            before = before.float()
+        if before.is_cpu:
+            low, high = before.aminmax()
+            if -limit <= low.item() and high.item() <= limit:  # false if there is a NaN
+                return
+        found = _overflowed(before, after)
+        self._counts[key] = self._counts.get(key, 0) + (int(found) if before.is_cpu else found)
+
+    def told(self) -> Iterator[dict[str, Any]]:
+        """Describe each stream that has such numbers, as JSON. Waits for the devices."""
+        for key, count in self._counts.items():
+            (kind, module, tag, leaf), dtype, _ = key
+            try:
+                number = int(count)
+            except RuntimeError:  # the device has failed
+                continue
+            if number:
+                yield {
+                    "kind": kind,
+                    "module": module,
+                    "tag": tag,
+                    "leaf": leaf,
+                    "dtype": str(dtype).removeprefix("torch."),
+                    "count": number,
+                    "of": self._seen[key],
+                }
+
+
+def _overflowed(before: Tensor, after: Tensor) -> Tensor:
+    """How many numbers are infinite after a cast, and were not before it."""
+    # for numbers that were infinite before, the difference is NaN
+    return (after - before).abs_().eq(torch.inf).sum()
+
+
+@lru_cache(maxsize=64)
+def _limit(before: torch.dtype, after: torch.dtype) -> float | None:
+    """The largest number of the dtype `after`; None if it covers the range of `before`."""
+    limit: float = torch.finfo(after).max
+    return limit if torch.finfo(before).max > limit else None
+
+
+class _ShownMessage(Message):
+    """A message whose data is copied on first access. The copy may be modified."""
+
+    __slots__ = ()
+
+    @property
+    def data(self) -> Tensor | None:
+        """The copy."""
+        given, source, memory = self.about  # type: ignore[attr-defined]
+        if given is None:
+            if source is None:
+                raise MessageError("the data of this message is there only until the condition has answered")
+            given = copied(source, memory)
+            object.__setattr__(self, "about", (given, source, memory))
+        return given  # type: ignore[no-any-return]
+
+
+class _ShownOfNetwork(_ShownMessage, NetworkMessage):
+    __slots__ = ("about",)
+
+
+class _ShownOfModule(_ShownMessage, ModuleMessage):
+    __slots__ = ("about",)
+
+
+_FIELDS = ("kind", "global_step", "train_step", "epoch", "tag", "call", "leaf", "rank", "sampling")
+
+
+def meets(condition: Callable[[Message], bool], message: Message, memory: Memory) -> bool:
+    """Whether a message meets a user's condition, which gets a copy of the data on access."""
+    shown: Any = object.__new__(_ShownOfNetwork if message.key is None else _ShownOfModule)
+    put = object.__setattr__  # messages are frozen
+    for name in _FIELDS:
+        put(shown, name, getattr(message, name))
+    if message.key is not None:
+        put(shown, "module", message.key)
+    put(shown, "about", (None, message.data, memory))
+    try:
+        return bool(condition(shown))
+    finally:
+        given, _, _ = shown.about
+        put(shown, "about", (given, None, memory))

@@ -18,12 +18,10 @@ from tracer.messaging.messages import DEFAULT_TAG, checked
 from tracer.messaging.pulses import PULSE, Row, sampling_of
 from tracer.numbers.gathered import SMALL, Gathered
 from tracer.numbers.statistics import ENTRIES
-from tracer.observing.clock import At
-from tracer.observing.device.reading import Noted, Table, stays
-from tracer.observing.hashes import hashes_of_pieces, text_of
-from tracer.observing.numbers import StreamKey
-from tracer.observing.problems import Problems
+from tracer.observing.clock import At, Problems, StreamKey
+from tracer.observing.device.reading import DeviceTable, Noted, stays
 from tracer.observing.pytorch.tensors import ordinary
+from tracer.observing.reductions import hashes_of_pieces, text_of
 
 _NUMBERS: Final = {"statistics": ENTRIES, "hash": ()}
 """The names of the elements of a row, by what the rows are."""
@@ -49,7 +47,7 @@ class RowKind(NamedTuple):
 
 
 @final
-class Rows:
+class PulseRows:
     """The rows of a stream's tensors; the same object for all tensors whose rows are declared alike.
 
     Parameters
@@ -74,12 +72,12 @@ class Read(NamedTuple):
 class _Taken(NamedTuple):
     """A tensor of which the running step has rows: its call, and its number among those read, or its finished row."""
 
-    rows: Rows
+    rows: PulseRows
     call: int
     data: Tensor | int | Noted
 
     @property
-    def where(self) -> torch.device | Table | None:
+    def where(self) -> torch.device | DeviceTable | None:
         """Where its rows lie: on a device, in a table of a device, or on the host."""
         if isinstance(self.data, Noted):
             return self.data.table
@@ -108,7 +106,7 @@ class Pulses:
     def __init__(self, bus: MessageBus, problems: Problems) -> None:
         self._bus = bus
         self._problems = problems
-        self._tables: dict[torch.device, Table] = {}
+        self._tables: dict[torch.device, DeviceTable] = {}
         self._at: At | None = None
         self._rank = 0
         self._taken: list[_Taken] = []
@@ -119,8 +117,8 @@ class Pulses:
         self._hashes: list[int] = []  # of all tensors that were read in this step
         self._step, self._calls = -1, dict.fromkeys(_NUMBERS, 0)
         # by the rows of a publication, which are kept as long, so that their ids are theirs
-        self._known: dict[tuple[Any, ...], tuple[list[_Pulse], list[Rows]]] = {}
-        self._single: dict[tuple[str, int, StreamKey], Rows] = {}  # of rows that are made one by one
+        self._known: dict[tuple[Any, ...], tuple[list[_Pulse], list[PulseRows]]] = {}
+        self._single: dict[tuple[str, int, StreamKey], PulseRows] = {}  # of rows that are made one by one
 
     def read(self, tensors: Sequence[Tensor]) -> list[Read | None]:
         """Read tensors, which may change afterwards; None of one that is not small and ordinary."""
@@ -147,7 +145,7 @@ class Pulses:
             texts.append(text_of(data.dtype, data.shape))
         return found
 
-    def take(self, rows: Rows, data: Tensor, call: int, at: At, rank: int) -> bool:
+    def take(self, rows: PulseRows, data: Tensor, call: int, at: At, rank: int) -> bool:
         """Take the rows of a tensor, which may change afterwards; False if they must be taken one by one."""
         (read,) = self.read((data,))
         found = self.note(data, rows.stream) if read is None else read.number
@@ -159,13 +157,13 @@ class Pulses:
         return True
 
     def note(self, data: Tensor, stream: StreamKey | None = None) -> Noted | None:
-        """Have a tensor read later on its device; None if it must be read now. See `Table.read`."""
+        """Have a tensor read later on its device; None if it must be read now. See `DeviceTable.read`."""
         table = self._table(data)
         number = None if table is None else table.read(data, stream)
         return None if table is None or number is None else Noted(table, number)
 
     def note_difference(self, now: Tensor, before: Tensor) -> Noted | None:
-        """Have ``now - before`` read later on its device. See `Table.read_difference`."""
+        """Have ``now - before`` read later on its device. See `DeviceTable.read_difference`."""
         table = self._table(before)
         number = None if table is None else table.read_difference(now, before)
         return None if table is None or number is None else Noted(table, number)
@@ -180,16 +178,16 @@ class Pulses:
         for table in self._tables.values():
             table.flush()
 
-    def _table(self, data: Tensor) -> Table | None:
+    def _table(self, data: Tensor) -> DeviceTable | None:
         """The table of a tensor that devices read, and not the host."""
         if not stays(data) or data.is_complex() or not ordinary(data):
             return None
         table = self._tables.get(data.device)
         if table is None:
-            table = self._tables[data.device] = Table(data.device)
+            table = self._tables[data.device] = DeviceTable(data.device)
         return table
 
-    def take_read(self, read: Iterable[tuple[Rows, int]], at: At, rank: int) -> None:
+    def take_read(self, read: Iterable[tuple[PulseRows, int]], at: At, rank: int) -> None:
         """Take the rows of tensors that were read in this step and have no call, given with their numbers."""
         if at is not self._at:
             self._turn_to(at, rank)
@@ -215,7 +213,7 @@ class Pulses:
         if rows is None:
             if len(self._single) >= _MOST_SINGLE:
                 self._single.clear()
-            rows = self._single[key] = Rows(stream, (row,))
+            rows = self._single[key] = PulseRows(stream, (row,))
         self._taken.append(_Taken(rows, call, data))
 
     def _turn_to(self, at: At, rank: int) -> None:
@@ -302,7 +300,7 @@ class Pulses:
 
 def _declared(taken: Iterable[_Taken]) -> Iterator[_Pulse]:
     """The pulses of some rows, with their declarations."""
-    found: dict[tuple[str, torch.device | Table | None], tuple[list[Row], list[int]]] = {}
+    found: dict[tuple[str, torch.device | DeviceTable | None], tuple[list[Row], list[int]]] = {}
     for place, one in enumerate(taken):
         stream, where = one.rows.stream, one.where
         for what, kind, sampling in one.rows.kinds:

@@ -1,32 +1,173 @@
-"""Which parameters are wanted in a step, and by which captures."""
+"""Which parameters are wanted in a step, by which captures and on which rank; small ones are read together."""
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
+from tracer import walking
 from tracer.format.placement import local
 from tracer.messaging.messages import DEFAULT_TAG
 from tracer.numbers.gathered import SMALL
+from tracer.observing.clock import Problems, StreamKey
 from tracer.observing.demand import Captures, OfParameters
-from tracer.observing.numbers import StreamKey
-from tracer.observing.parameter_table import Parameter
+from tracer.observing.models import Parameter
 from tracer.observing.part import Ground, Part
-from tracer.observing.pulses import Rows
-from tracer.observing.ranks import Ranks
-from tracer.observing.turns import Candidate, Turns
+from tracer.observing.publisher import Publisher
+from tracer.observing.pulses import PulseRows
+from tracer.observing.pytorch.structure import wrapped_by
+
+
+class Ranks(Part):
+    """Determines what other ranks hold when the first step ends, because a model may be wrapped after `set_model`.
+
+    Attributes
+    ----------
+    around : WeakSet of Module
+        DistributedDataParallel wrappers of the model.
+    recorded : collection of int or None
+        The ranks that record; None if each records for itself.
+    elsewhere : set of (str, str)
+        Kinds and streams that another rank records with the same data.
+    replicas : dict
+        By path, the placement of a parameter that other ranks hold too.
+    surveyed : bool
+        Whether `survey` is up to date.
+    """
+
+    def __init__(self, ground: Ground) -> None:
+        super().__init__(ground)
+        self.around: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self.recorded: Collection[int] | None = None
+        self.elsewhere: set[tuple[str, str | None]] = set()
+        self.replicas: dict[str, dict[str, Any]] = {}
+        self.surveyed = False
+
+    def note(self, wrapper: nn.Module) -> None:
+        """Note a wrapper around the model, if it is a DistributedDataParallel, whose ranks hold equal parameters."""
+        if isinstance(wrapper, DistributedDataParallel) and wrapper not in self.around:
+            self.around.add(wrapper)
+            self.surveyed = False
+
+    def note_around(self, root: nn.Module, wrapper: nn.Module) -> None:
+        """Note all wrappers from the outermost inwards to the model."""
+        outer: nn.Module | None = wrapper
+        while outer is not None and outer is not root:
+            self.note(outer)
+            outer = wrapped_by(outer)
+
+    def survey(self) -> None:
+        """Find the parameters that other ranks hold, and those that another rank records."""
+        self.surveyed = True
+        ranks_of: dict[int, list[int]] = {}
+        inside = (one for _, top in self.models.tops for one in walking.modules(top))
+        for one in (*self.around, *inside):
+            if isinstance(one, DistributedDataParallel):
+                ranks = sorted(torch.distributed.get_process_group_ranks(one.process_group))
+                for tensor in getattr(one, "_module_parameters", None) or walking.parameters(one):
+                    ranks_of[id(tensor)] = ranks
+        self.replicas.clear()
+        rank, recorded = self.publisher.rank, self.recorded
+        elsewhere: set[tuple[str, str | None]] = set()
+        for parameter in self.table.all:
+            tensors = [parameter.tensor] if parameter.tensor is not None else parameter.originals
+            placement = self.publisher.place(tensors[0]) if tensors and not parameter.computed else None
+            ranks = ranks_of.get(id(tensors[0]), []) if tensors else []
+            if placement is None and len(ranks) > 1:
+                placement = self.replicas[parameter.path] = {"replicas": ranks}
+            holders = placement["replicas"] if placement else [rank]
+            if recorded is not None and min({*holders} & {*recorded}, default=rank) != rank:
+                # the gradient of a computed weight comes from this rank's own loss
+                same = (parameter.values,) if parameter.computed else parameter.kinds
+                elsewhere |= {(kind, parameter.stream) for kind in same}
+        if elsewhere != self.elsewhere:
+            self.elsewhere.clear()
+            self.elsewhere |= elsewhere
+            self.demand.ask_anew()
+
+
+class Candidate(NamedTuple):
+    """A parameter whose update is wanted in a step.
+
+    Attributes
+    ----------
+    path : str
+    nbytes : int
+        The size of its weights, which are kept through the step.
+    copied : bool
+        Whether the step also copies its weights for a message.
+    """
+
+    path: str
+    nbytes: int
+    copied: bool
+
+
+class UpdateTurns:
+    """Lets parameters take turns, the longest-waiting first, so that no step keeps more than a limit.
+
+    A parameter above the limit is alone in its step, and has no turn in a step that also copies its weights for a
+    message.
+
+    Parameters
+    ----------
+    bound : int
+        The most bytes of weights that a step keeps.
+    problems : Problems
+        Gets a note that parameters take turns.
+    """
+
+    def __init__(self, bound: int, problems: Problems) -> None:
+        self._bound = bound
+        self._problems = problems
+        self._step = -1
+        self._chosen: frozenset[str] = frozenset()
+        self._turns = 0
+        self._last: dict[str, int] = {}  # by path: the number of the last turn
+
+    def all_fit(self, nbytes: int) -> bool:
+        """Whether weights of this many bytes are within the limit."""
+        return nbytes <= self._bound
+
+    def of(self, step: int, candidates: Callable[[], Iterable[Candidate]]) -> frozenset[str]:
+        """The paths of the parameters whose turn it is in a step; chosen at the first call of a step."""
+        if step != self._step:
+            self._step, self._chosen = step, self._choose(list(candidates()))
+        return self._chosen
+
+    def _choose(self, candidates: list[Candidate]) -> frozenset[str]:
+        whole = sum(one.nbytes for one in candidates)
+        if whole <= self._bound:
+            return frozenset(one.path for one in candidates)
+        self._problems.note(
+            "updates",
+            f"they are made from a copy of the weights before the step, which take {whole:,} bytes; as at most "
+            f"{self._bound:,} are kept, the parameters take turns",
+            warn=False,
+        )
+        self._turns += 1
+        chosen, left = set[str](), self._bound
+        for one in sorted(candidates, key=lambda one: self._last.get(one.path, 0)):
+            alone = not chosen and not one.copied
+            if one.nbytes <= left or alone:
+                chosen.add(one.path)
+                self._last[one.path] = self._turns
+                left -= one.nbytes
+        return frozenset(chosen)
+
 
 _FLOATING = (torch.float32, torch.float16)
 """The dtypes of parameters that are read together."""
 
 
-class Wanted(NamedTuple):
+class WantedParameter(NamedTuple):
     """A parameter that is wanted in a step.
 
     Attributes
@@ -48,16 +189,16 @@ class Small(NamedTuple):
     Attributes
     ----------
     path : str
-    wanted : Wanted
-    rows : tuple of (Rows or None)
+    wanted : WantedParameter
+    rows : tuple of (PulseRows or None)
         The rows of its values, gradients and updates.
     dtype, axes
         Of its tensor, for which the rows hold.
     """
 
     path: str
-    wanted: Wanted
-    rows: tuple[Rows | None, ...]
+    wanted: WantedParameter
+    rows: tuple[PulseRows | None, ...]
     dtype: torch.dtype
     axes: int
 
@@ -66,7 +207,7 @@ class Listed(NamedTuple):
     """The parameters that are wanted in a step: those that are read together, and the others."""
 
     together: list[Small]
-    alone: list[Wanted]
+    alone: list[WantedParameter]
 
 
 class WantedParameters(Part):
@@ -74,13 +215,13 @@ class WantedParameters(Part):
 
     Attributes
     ----------
-    turns : Turns or None
+    turns : UpdateTurns or None
         Chooses the parameters that have updates in a step; None: all of them.
     """
 
     def __init__(self, ground: Ground, ranks: Ranks) -> None:
         super().__init__(ground)
-        self.turns: Turns | None = None
+        self.turns: UpdateTurns | None = None
         self._replicas = ranks.replicas
         # the answer of `_is_steady`, and for each mask of due captures the wanted ones of all parameters
         self._steady: tuple[weakref.ref[OfParameters], bool] | None = None
@@ -125,7 +266,7 @@ class WantedParameters(Part):
         )
         return fit and self.demand.apart is None and all(one.steady for one in streams)
 
-    def _now(self, parameters: Iterable[Parameter], asked: OfParameters, step: int) -> Iterator[Wanted]:
+    def _now(self, parameters: Iterable[Parameter], asked: OfParameters, step: int) -> Iterator[WantedParameter]:
         for parameter in parameters:
             value, gradient, update = asked[parameter.path]
             values = () if value is None else value.wanted(step)
@@ -134,7 +275,7 @@ class WantedParameters(Part):
             if updates and not self._has_turn(parameter.path, step):
                 updates = ()
             if values or gradients or updates:
-                yield Wanted(parameter, values, gradients, updates)
+                yield WantedParameter(parameter, values, gradients, updates)
 
     def _has_turn(self, path: str, step: int) -> bool:
         """Whether a parameter's weights are kept in this step, to compute its update."""
@@ -154,7 +295,7 @@ class WantedParameters(Part):
                 copied = any(one.beside(parameter.values) is None for one in kept)
                 yield Candidate(parameter.path, _nbytes(tensor), copied)
 
-    def _small(self, one: Wanted) -> Small | None:
+    def _small(self, one: WantedParameter) -> Small | None:
         """How a parameter is read together with others; None if it is not small, or if more is kept of it."""
         parameter, publisher = one.parameter, self.publisher
         held = parameter.owner._parameters
@@ -177,3 +318,84 @@ def _nbytes(tensor: Tensor) -> int:
     """The bytes of this process's share of a tensor."""
     own = local(tensor)
     return own.numel() * own.element_size()
+
+
+class SmallParameters:
+    """What was read in a step of small parameters, of which only hashes and statistics are kept.
+
+    Parameters
+    ----------
+    publisher : Publisher
+
+    Attributes
+    ----------
+    read : dict
+        By path, how the parameter is read, and the numbers by which the pulses know its weights, its gradient and its
+        update; None of what was not read.
+    asked : OfParameters or None
+        Who wanted what when the weights were read.
+    """
+
+    def __init__(self, publisher: Publisher) -> None:
+        self._publisher = publisher
+        self.read: dict[str, tuple[Small, list[int | None]]] = {}
+        self.asked: OfParameters | None = None
+        self._before: dict[str, Tensor] = {}  # the weights from which updates are computed
+
+    def forget(self) -> None:
+        """Drop all data of the step."""
+        self.read, self._before, self.asked = {}, {}, None
+
+    def read_weights(self, parameters: Iterable[Small], asked: OfParameters) -> list[WantedParameter]:
+        """Read weights before they change, at most once per step; returns the parameters that are to be kept alone."""
+        self.asked = asked
+        fit, tensors, left = list[Small](), list[nn.Parameter](), list[WantedParameter]()
+        for one in parameters:
+            if one.path not in self.read:
+                tensor = one.wanted.parameter.owner._parameters.get(one.wanted.parameter.attribute)
+                if tensor is not None and tensor.dtype is one.dtype and tensor.dim() == one.axes:
+                    fit.append(one)
+                    tensors.append(tensor)
+                else:
+                    left.append(one.wanted)
+        for one, tensor, read in zip(fit, tensors, self._publisher.pulses.read(tensors), strict=True):
+            if read is None:
+                left.append(one.wanted)
+                continue
+            self.read[one.path] = one, [read.number, None, None]
+            if one.wanted.updates:
+                self._before[one.path] = torch.from_numpy(read.copy).view(tensor.shape)
+        return left
+
+    def read_gradients(self, parameters: Iterable[Small], final: Container[str]) -> list[WantedParameter]:
+        """Read gradients that are not `final` yet; returns the parameters whose gradients are to be kept alone."""
+        fit, gradients, left = list[Small](), list[Tensor](), list[WantedParameter]()
+        for one in parameters:
+            if one.rows[1] is not None and one.path in self.read and one.path not in final:
+                tensor = one.wanted.parameter.owner._parameters.get(one.wanted.parameter.attribute)
+                gradient = None if tensor is None else tensor.grad
+                if gradient is not None and gradient.dtype is one.dtype:
+                    fit.append(one)
+                    gradients.append(gradient)
+                elif gradient is not None:
+                    left.append(one.wanted)
+        for one, read in zip(fit, self._publisher.pulses.read(gradients), strict=True):
+            if read is None:
+                left.append(one.wanted)
+            else:
+                self.read[one.path][1][1] = read.number
+        return left
+
+    def read_updates(self, parameters: Iterable[Small]) -> None:
+        """Read how the weights have changed since `read_weights`."""
+        fit, now, before = list[Small](), list[Tensor](), list[Tensor]()
+        for one in parameters:
+            base = self._before.get(one.path)
+            tensor = one.wanted.parameter.owner._parameters.get(one.wanted.parameter.attribute)
+            if base is not None and tensor is not None and tensor.dtype is base.dtype and tensor.shape == base.shape:
+                fit.append(one)
+                now.append(tensor.detach())
+                before.append(base)
+        moved = torch._foreach_sub(now, before) if now else ()
+        for one, read in zip(fit, self._publisher.pulses.read(moved), strict=True):
+            self.read[one.path][1][2] = None if read is None else read.number

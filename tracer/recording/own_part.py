@@ -1,10 +1,15 @@
-"""The part of a trace that this process writes: its first step, its header and notes, and its writer."""
+"""The part of a trace that this process writes: its place among processes, its header and notes, and its writer."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import os
 import sys
+import tempfile
+import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -21,13 +26,56 @@ from tracer.messaging.messages import DEFAULT_TAG, KINDS
 from tracer.messaging.receiver import describe
 from tracer.observing.exporter import Exporter
 from tracer.recording.budget import Budget, already_spent
-from tracer.recording.family import Member
 from tracer.recording.options import Options
 from tracer.stores.locations import Location
 from tracer.stores.opening import exists
-from tracer.trace.claiming import Process, claim, of_launch, refuse_here, run_id_of, there, this_process
+from tracer.trace.claiming import OF_SCRIPT, Process, claim, of_launch, refuse_here, run_id_of, there, this_process
 from tracer.trace.reader import TraceReader
 from tracer.trace.writer import TraceWriter
+
+
+@dataclass(frozen=True)
+class Member:
+    """A process of the family.
+
+    Attributes
+    ----------
+    number : int
+        0 for the script itself, 1, 2 and so on for the processes that it starts.
+    name : str
+        Names the family: all its members share it.
+    """
+
+    number: int = 0
+    name: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    def child(self, number: int) -> Member:
+        """The member that the script starts as its `number`-th process."""
+        return replace(self, number=number)
+
+    def process(self) -> Process:
+        """The rank that torch.distributed or its launcher gives this process, else `number`."""
+        here = this_process()
+        if here.size == 1:
+            return Process(self.number, 1, OF_SCRIPT + self.name)
+        return here if self.number == 0 else replace(here, launch=OF_SCRIPT + self.name)
+
+    @contextlib.contextmanager
+    def beginning(self) -> Iterator[None]:
+        """Keep other members from beginning their parts of the trace inside this context."""
+        with open(self._lock, "ab") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # closing the file releases the lock
+            yield
+
+    def end(self) -> None:
+        """Remove the lock file of `beginning`, once all members have ended."""
+        with contextlib.suppress(OSError):
+            os.remove(self._lock)
+
+    @property
+    def _lock(self) -> str:
+        return os.path.join(tempfile.gettempdir(), f"trace-{self.name}.lock")
+
 
 NO_EPOCHS = (
     "no epoch was seen to end, so all steps are of one: run.epoch_finished() ends an epoch; under `trace record` "
@@ -52,7 +100,9 @@ def header(exporter: Exporter, options: Options) -> dict[str, Any]:
         "kinds": sorted(KINDS),
         "model": models.structure(),
         "models": models.summaries(optimizers),
-        "optimizers": [{"class": type(one).__name__, "trains": models.trained_by(one)} for one in optimizers],
+        "optimizers": [
+            {"class": type(optimizer).__name__, "trains": models.trained_by(optimizer)} for optimizer in optimizers
+        ],
     }
 
 
@@ -115,10 +165,10 @@ def go_on(path: Location, rank: int, options: Options, exporter: Exporter) -> No
         )
     with TraceReader(path) as trace:
         # only training: an evaluation after an epoch's last step has the next step's number, but the old epoch
-        training = [one for one in trace.streams if one.tag == DEFAULT_TAG and one.count]
+        training = [stream for stream in trace.streams if stream.tag == DEFAULT_TAG and stream.count]
         # other ranks tell the step if this rank has no messages
         mine = [one.id for one in training if one.rank == rank] or [one.id for one in training]
-        ended = [one.id for one in trace.streams if one.kind == "epoch_finished"]
+        ended = [stream.id for stream in trace.streams if stream.kind == "epoch_finished"]
         train_step, epoch = _counted(_last_rows(trace, mine, step), step, ended)
     if options.first_epoch is not None and options.first_epoch != epoch:
         train_step, epoch = 0, options.first_epoch

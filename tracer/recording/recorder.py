@@ -15,9 +15,8 @@ from tracer.messaging.messages import Message, with_data
 from tracer.messaging.receiver import Receiver
 from tracer.recording import termination
 from tracer.recording.budget import Budget, Held
-from tracer.recording.flight import PER_MESSAGE
-from tracer.recording.options import QUEUE_BYTES, check_queue
-from tracer.recording.transfers import ELSEWHERE, Copy, Transfers
+from tracer.recording.options import QUEUE_BYTES, check_option
+from tracer.recording.transfers import ELSEWHERE, PER_MESSAGE, Copy, Transfers
 from tracer.recording.writer_thread import MessageQueue, WriterThread
 from tracer.trace.writer import TraceWriter
 
@@ -29,7 +28,7 @@ class Recorder(Receiver):
     ----------
     writer : TraceWriter or callable that returns a TraceWriter
         A callable is called at the first message, so that a run that never trains creates no trace.
-    queue_bytes : int
+    queue_bytes : int or str
         The most data that may wait for the thread. A single message always fits.
     on_full : {"wait", "drop"}
         What `receive` does when the queue is full: wait until there is room, or drop the message. Drops are counted
@@ -75,14 +74,14 @@ class Recorder(Receiver):
         self,
         writer: TraceWriter | Callable[[], TraceWriter],
         *,
-        queue_bytes: int = QUEUE_BYTES,
+        queue_bytes: int | str = QUEUE_BYTES,
         on_full: Literal["wait", "drop"] = "wait",
         derived: Iterable[str] = (),
         budget: Budget | None = None,
         stopped: Callable[[Mapping[str, Any]], None] | None = None,
         elsewhere: Collection[tuple[str, str | None]] = frozenset(),
     ) -> None:
-        check_queue(queue_bytes, on_full)
+        check_option("on_full", on_full)
         self._make = None if isinstance(writer, TraceWriter) else writer
         self.derived = set(derived)
         self._elsewhere = elsewhere
@@ -90,7 +89,7 @@ class Recorder(Receiver):
         self.stopped = stopped
         self.seen = self.seen_bytes = 0
         self.overhears: Callable[[Message], None] | None = None
-        self._queue = MessageQueue(queue_bytes, on_full)
+        self._queue = MessageQueue(check_option("queue_bytes", queue_bytes), on_full)
         self._transfers = Transfers()
         self.closed = False
         self._ended = False  # whether a call of `close` has waited for the end, and reported errors

@@ -1,4 +1,4 @@
-"""`record`: wires exporter, bus, receivers and recorder together, and starts and ends the recording."""
+"""`record`: wires exporter, bus, receivers and recorder together; `Run`: the user's handle on the recording."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import difflib
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Literal
 
@@ -19,19 +20,125 @@ from tracer.messaging.receiver import Receiver, in_order
 from tracer.observing.capture import Capture
 from tracer.observing.exporter import Exporter
 from tracer.observing.profiles import DEFAULT_PROFILE, profile
-from tracer.recording import environment, termination
-from tracer.recording.family import Member
-from tracer.recording.flight import Flight
+from tracer.recording import termination
 from tracer.recording.flight_recorder import FlightRecorder
-from tracer.recording.options import COMMIT_SECONDS, QUEUE_BYTES, Options
-from tracer.recording.own_part import OwnPart, notes
-from tracer.recording.pacing.free_disk import FreeDisk, disk_of
-from tracer.recording.pacing.pacer import Pacer
+from tracer.recording.options import COMMIT_SECONDS, QUEUE_BYTES, Flight, Options, path_or
+from tracer.recording.own_part import Member, OwnPart, notes
+from tracer.recording.pacer import FirstStep, FreeDisk, Outlook, Pacer, disk_of
 from tracer.recording.recorder import Recorder
-from tracer.recording.run import Run, answers_of
 from tracer.stores.locations import Anywhere, Location, location
 from tracer.trace.certificate import Certificate
 from tracer.trace.compression import Compression
+
+
+class Run:
+    """A recording in progress, as ``with record(...) as run`` and `record.start` give it.
+
+    Attributes
+    ----------
+    closed : bool
+        Whether the recording has ended.
+    """
+
+    def __init__(
+        self,
+        path: Location,
+        exporter: Exporter,
+        recorder: Recorder | None,
+        flight: FlightRecorder | None = None,
+        end: Callable[[Run], None] | None = None,
+    ) -> None:
+        self.closed = False
+        self._end = end
+        self.exporter = exporter
+        self.recorder = recorder
+        self.flight = flight
+        self.bus = exporter.message_bus
+        self.path = path
+        self._between: list[Pacer | FreeDisk | FirstStep] = []
+        self.bus.watch(self._know_answers)
+
+    def _know_answers(self) -> None:
+        """Treat the kinds that subscribers produce as answers, also if the subscribers join during the run."""
+        if self.recorder is not None:
+            self.recorder.derived |= answers_of(self.bus.receivers)
+
+    def paced_by(self, one: Pacer | FreeDisk | FirstStep) -> None:
+        """Call ``one.step_over`` after the steps of this recording."""
+        self._between.append(one)  # the exporter holds no strong reference
+        each_step = isinstance(one, Pacer) and one.each_step
+        self.exporter.parts.steps.between.call(one.step_over, each_step=each_step)
+
+    def end_pacing(self) -> None:
+        """Have the trace tell what the recording took, if that was measured."""
+        for one in self._between:
+            if isinstance(one, Pacer):
+                one.end()
+
+    def tell_outlook(self, tell: Callable[[Outlook], None]) -> None:
+        """After the first recorded step, call `tell` with an estimate of the disk space that the recording takes."""
+        if self.recorder is not None:
+            self.paced_by(FirstStep(self.path, self.exporter, self.recorder, tell))
+
+    @property
+    def global_step(self) -> int:
+        """The next global step: save it in checkpoints, so that `record` can resume from it."""
+        return self.exporter.global_step
+
+    def log(self, kind: str, value: Any) -> None:
+        """Record your own value, as `Exporter.log`."""
+        self.exporter.log(kind, value)
+
+    def samples(self, ids: Any) -> None:
+        """Give the sample ids of the next training forward where no DataLoader tells them, as `Exporter.samples`."""
+        self.exporter.samples(ids)
+
+    def tag(self, name: str) -> AbstractContextManager[None]:
+        """Give every pass inside this context a tag, as `Exporter.tag`."""
+        return self.exporter.tag(name)
+
+    def probe(
+        self, name: str, inputs: Any, labels: Any = None, *, every: int = 1, batch_size: int | None = None
+    ) -> None:
+        """Observe the model on fixed inputs, as `Exporter.probe`."""
+        self.exporter.probe(name, inputs, labels, every=every, batch_size=batch_size)
+
+    def keep(self, why: str) -> None:
+        """Write the steps that the flight recorder holds, and the next ones; `why` is kept in the trace.
+
+        Within a step, they are written when the step is over. Does nothing if nothing is recorded.
+
+        Raises
+        ------
+        CaptureError
+            If there is no flight recorder.
+        """
+        if self.flight is not None:
+            self.flight.keep(why)
+        elif self.recorder is not None:
+            raise CaptureError("nothing is held that could be kept: give the recording flight=tracer.Flight()")
+
+    def close(self) -> None:
+        """End the recording of `record.start`: finish the open step, remove the hooks, close the trace.
+
+        Does nothing if it has ended.
+        """
+        if self._end is not None:
+            self._end(self)
+
+    def epoch_finished(self) -> None:
+        """End the epoch, as `Exporter.epoch_finished`."""
+        self.exporter.epoch_finished()
+
+    def step(self) -> None:
+        """End the step, as `Exporter.step`: for loops whose optimizer the recorder does not know."""
+        self.exporter.step()
+
+
+def answers_of(receivers: Iterable[Receiver]) -> set[str]:
+    """The kinds of the receivers' own answers, which are not recorded."""
+    return {kind for one in receivers for kind in one.produces}
+
 
 _PATIENCE = 5.0
 """The most seconds that `end` with ``wait=False`` waits for the recorder's thread."""
@@ -75,8 +182,8 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
         with a warning and a note in the trace.
     seeds : mapping, optional
         The seeds the run was given, for the header. By default torch's initial seed.
-    queue_bytes : int
-        The most data that may wait for the writer thread.
+    queue_bytes : int or str
+        The most data that may wait for the writer thread, such as ``"256MiB"``.
     on_full : {"wait", "drop"}
         What happens when `queue_bytes` wait: the training waits, or messages are dropped and counted.
     commit_steps, commit_seconds : int, float
@@ -135,7 +242,7 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
         If something is at `path`; with `resume`, if the trace at `path` is still being recorded.
     CaptureError
         If the capture matches nothing, a receiver needs a stream that the capture does not observe, `resume` cannot
-        tell the step, or an environment variable (`tracer.recording.environment`) has an invalid value.
+        tell the step, or an environment variable (`tracer.recording.options`) has an invalid value.
     UnknownNameError
         If `compression` names no codec.
 
@@ -169,7 +276,7 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
         overwrite: bool = False,
         strict: bool = False,
         seeds: Mapping[str, Any] | None = None,
-        queue_bytes: int = QUEUE_BYTES,
+        queue_bytes: int | str = QUEUE_BYTES,
         on_full: Literal["wait", "drop"] = "wait",
         commit_steps: int | None = None,
         commit_seconds: float = COMMIT_SECONDS,
@@ -191,7 +298,7 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
         reenacts: Mapping[str, Any] | None = None,
     ) -> None:
         given = locals()
-        self.path = location(environment.path_or(path))
+        self.path = location(path_or(path))
         """Where the trace is written."""
         self._model = model
         self._optimizer = optimizer

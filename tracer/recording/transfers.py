@@ -19,6 +19,8 @@ So are the statistics of up to 2,048 streams, of all steps since the writer was 
 """
 MOST_BYTES: Final = 16 << 20
 """If more bytes wait on the device, the thread that asks for copies begins them itself."""
+PER_MESSAGE: Final = 512
+"""Bytes that a message takes besides its data, so that a bound also holds for a million empty messages."""
 ELSEWHERE: Final = torch.empty(0, device="cpu")
 """Stands in a message for data that is still on a device."""
 _ALIKE: Final = 16
@@ -218,8 +220,8 @@ class _Batch:
             self.settle()
 
     def settle(self) -> None:
-        for one in self.copies:
-            one.settle()
+        for copy in self.copies:
+            copy.settle()
         self.settled = True
         self.copies = []
 
@@ -227,13 +229,13 @@ class _Batch:
 def _groups(copies: list[Copy]) -> Iterable[list[Copy]]:
     """Group the copies that can be joined; every other copy is its own group."""
     alike: dict[tuple[torch.dtype, torch.Size], list[Copy]] = {}
-    for one in copies:
-        source = one.source
+    for copy in copies:
+        source = copy.source
         assert source is not None  # `settle` releases it only after the copy
-        if one.nbytes > TOGETHER_BYTES or source.dtype not in _PUT_TOGETHER:
-            yield [one]
+        if copy.nbytes > TOGETHER_BYTES or source.dtype not in _PUT_TOGETHER:
+            yield [copy]
         else:
-            alike.setdefault((source.dtype, source.shape), []).append(one)
+            alike.setdefault((source.dtype, source.shape), []).append(copy)
     others: dict[torch.dtype, list[Copy]] = {}
     for (dtype, _), group in alike.items():
         if len(group) < _ALIKE:
@@ -245,7 +247,7 @@ def _groups(copies: list[Copy]) -> Iterable[list[Copy]]:
 
 def _copied(copies: list[Copy]) -> list[tuple[Copy, Tensor]]:
     """Begin to copy tensors of one dtype on the current stream; returns each copy with its host tensor."""
-    sources = [one.source for one in copies if one.source is not None]
+    sources = [copy.source for copy in copies if copy.source is not None]
     if len(sources) == 1:
         return [(copies[0], _to_host(sources[0]))]
     shape = sources[0].shape

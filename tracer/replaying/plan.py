@@ -14,11 +14,9 @@ from tracer.errors import CaptureError
 from tracer.format.journal import Column
 from tracer.messaging.messages import STATISTICS_SUFFIX, kept_of
 from tracer.messaging.receiver import Receiver, Scope
-from tracer.replaying.audience import Audience
-from tracer.replaying.due import due_windows
-from tracer.replaying.filters import Filters
+from tracer.replaying.filters import Audience, Filters
 from tracer.replaying.updates import by_stream
-from tracer.replaying.wanted import wanted_of
+from tracer.replaying.wanted import due_windows, wanted_of
 from tracer.stores.locations import Anywhere
 from tracer.trace.reader import TraceReader
 from tracer.trace.selection import Steps

@@ -12,12 +12,10 @@ from tracer.errors import CaptureError
 from tracer.messaging.bus import FEW_BETWEEN, MessageBus
 from tracer.messaging.receiver import Receiver, in_order, tell_of_model
 from tracer.messaging.stacks import Stretch
-from tracer.replaying.audience import Audience
-from tracer.replaying.due import Due, Walk
-from tracer.replaying.filters import Filters
+from tracer.replaying.filters import Audience, Filters
 from tracer.replaying.plan import opened, rank_of
 from tracer.replaying.updates import messages
-from tracer.replaying.wanted import Wanted, wanted_of
+from tracer.replaying.wanted import Due, Walk, Wanted, wanted_of
 from tracer.stores.locations import Anywhere
 from tracer.trace.reader import TraceReader
 from tracer.trace.selection import Selection, Steps

@@ -59,7 +59,7 @@ class Process:
 
 
 OF_SCRIPT = "script "
-"""Prefix of `launch` in a recorded script and the processes that it starts; see `tracer.recording.family`."""
+"""Prefix of `launch` in a recorded script and the processes that it starts; see `tracer.recording.own_part`."""
 _LAUNCH = (
     *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT"),
     *("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),

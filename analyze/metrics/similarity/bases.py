@@ -7,23 +7,26 @@ centred activations; ``loadings_kd = u_nk.T @ x_nd`` are the directions in terms
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import scipy
 from numpy.typing import NDArray
 
-from analyze.metrics.checks import check, is_number
+from analyze.metrics.inputs import check, is_number
+from analyze.metrics.metric import Record
 from analyze.metrics.similarity.covariance import Moments, Triangle, negligible, scale_near
-from analyze.metrics.similarity.datapoints import Channels, Positions, Sheet, frequencies, lowest, multiplicity
-from analyze.metrics.streams import restored, stored
+from analyze.metrics.similarity.datapoints import (
+    Channels,
+    Positions,
+    Sheet,
+    Status,
+    frequencies,
+    lowest,
+    multiplicity,
+)
 from tracer.numbers.arrays import Array
-
-Status = Literal["ok", "few_samples", "ill_posed", "zero_variance", "nonfinite", "mismatch"]
-STATUSES: tuple[Status, ...] = ("ok", "few_samples", "ill_posed", "zero_variance", "nonfinite", "mismatch")
-"""The statuses of a similarity; a status is published as its index in this tuple."""
 
 EXACTLY = 1 - 1e-6
 """Above this threshold a covariance is not precise enough, so the data itself is decomposed."""
@@ -40,8 +43,8 @@ def check_threshold(threshold: object) -> None:
     check(good, "threshold is the share of the variance to keep, above 0 and at most 1", threshold)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Spectrum:
+@dataclass(frozen=True, eq=False)
+class Spectrum(Record):
     """The eigenvalues of a scatter matrix, and how many of them are kept.
 
     Attributes
@@ -147,8 +150,8 @@ def _of_tridiagonal(diagonal: NDArray[np.float64], off: NDArray[np.float64], k: 
     return np.asfortranarray(vectors[:, ::-1])
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Basis:
+@dataclass(frozen=True, eq=False)
+class Basis(Record):
     """An orthonormal basis of the directions of most variance of a set of activations.
 
     Attributes
@@ -200,16 +203,6 @@ class Basis:
     def ill_posed(self) -> bool:
         """Whether rounding decides which directions are kept."""
         return self.status == "ok" and (self.cut_gap < 1e3 * _EPS * self.d or self.tau_margin < 1e-10)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The basis as tensors and plain values."""
-        state: dict[str, Any] = stored({name: getattr(self, name) for name in Basis.__slots__})
-        return state
-
-    @classmethod
-    def from_state_dict(cls, state: Mapping[str, Any]) -> Basis:
-        """The inverse of `state_dict`."""
-        return cls(**(restored(state) | {name: tuple(state[name]) for name in ("rows", "sizes") if name in state}))
 
 
 def no_basis(sheet: Sheet, status: Status) -> Basis:

@@ -6,27 +6,25 @@ Shapes: ``x_nd`` has n datapoints and d neurons; ``gram_nn`` is the kernel of ea
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, Unpack, final, get_args
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, Literal, final, get_args
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from analyze.metrics.checks import check, check_word, is_number, is_whole
-from analyze.metrics.similarity.bases import Status, centred
+from analyze.metrics.inputs import check, check_word, is_number, is_whole
+from analyze.metrics.similarity.bases import centred
 from analyze.metrics.similarity.canonical import refuse, sheets
+from analyze.metrics.similarity.covariance import Joint
 from analyze.metrics.similarity.datapoints import (
     ROWS,
     Channels,
     Positions,
     Sheet,
+    Status,
     check_positions,
 )
-from analyze.metrics.similarity.gathering import ByMoments, Gathering
-from analyze.metrics.similarity.joint import Joint
-from analyze.metrics.similarity.similarity import Compared, Kept, Similarity, code
+from analyze.metrics.similarity.similarity import ByMoments, Gathering, Kept, Similarity, code
 from tracer.numbers.arrays import Array
 
 Kernel = Literal["linear", "rbf"]
@@ -384,16 +382,6 @@ class ByLinear(ByMoments):
             + n * xx * yy
         )
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state as tensors and plain values."""
-        squares = (self.squares_ll, self.squares_l, self.squares_ld)
-        return {**super().state_dict(), "squares": [torch.from_numpy(one.copy()) for one in squares]}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict`."""
-        super().load_state_dict(state)
-        self.squares_ll, self.squares_l, self.squares_ld = (one.numpy() for one in state["squares"])
-
 
 class ByBatches(Gathering):
     """Minibatch CKA: adds up the unbiased estimates of each batch, one number for each pair of layers."""
@@ -435,20 +423,11 @@ class ByBatches(Gathering):
             return AlignmentResult(math.nan, self.n, "zero_variance", math.nan)
         return _ratio(self.n, self.sums_ll[i, j] / self.n, self.sums_ll[i, i] / self.n, self.sums_ll[j, j] / self.n)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state as tensors and plain values."""
-        return {"n": self.n, "sums": torch.from_numpy(self.sums_ll.copy()), "statuses": list(self.statuses)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict`."""
-        self.n, self.sums_ll, self.statuses = state["n"], state["sums"].numpy().copy(), list(state["statuses"])
-
 
 class Alignment(Similarity):
     """A `Similarity` that keeps the activations themselves and has an `AlignmentResult`."""
 
     companions = ("_null", "_status")
-    representation = Kept
 
     def represent(self, data: Array) -> Kept:
         """The activations of a layer at one step."""
@@ -527,19 +506,16 @@ class CKA(Alignment):
     name = "cka"
     invariances = ("rows", "columns", "sign", "scale", "shift", "offset", "orthogonal")
 
-    def __init__(
-        self,
-        kind: str = "activations",
-        *,
-        kernel: Kernel = "linear",
-        estimator: Estimator = "biased",
-        bandwidth: float = 0.5,
-        batch_size: int = 256,
-        **compared: Unpack[Compared],
-    ) -> None:
-        _check(kernel, estimator, bandwidth, batch_size)
-        super().__init__(kind, **compared)
-        self.kernel, self.estimator, self.bandwidth, self.batch_size = kernel, estimator, bandwidth, batch_size
+    _: KW_ONLY
+    kernel: Kernel = "linear"
+    estimator: Estimator = "biased"
+    bandwidth: float = 0.5
+    batch_size: int = 256
+
+    def check(self) -> None:
+        """Raise `MessageError` unless the parameters are in their ranges."""
+        _check(self.kernel, self.estimator, self.bandwidth, self.batch_size)
+        super().check()
 
     def compare(self, one: Kept, other: Kept) -> AlignmentResult:
         """The similarity of a layer at two steps, or of two layers."""

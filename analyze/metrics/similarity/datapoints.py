@@ -13,13 +13,16 @@ from typing import Any, Literal, TypeVar, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from analyze.metrics.checks import check, check_word
-from analyze.metrics.inputs import axis_of_datapoints, datapoints_first
+from analyze.metrics.inputs import axis_of_datapoints, check, check_word, datapoints_first
 from tracer.messaging.messages import Message, with_data
 from tracer.numbers.arrays import Array, as_array
 
 Channels = Literal["auto", "first", "last"]
 Positions = Literal["datapoints", "pooled", "fourier"]
+Status = Literal["ok", "few_samples", "ill_posed", "zero_variance", "nonfinite", "mismatch"]
+STATUSES: tuple[Status, ...] = ("ok", "few_samples", "ill_posed", "zero_variance", "nonfinite", "mismatch")
+"""The statuses of a similarity; a status is published as its index in this tuple."""
+
 Key = TypeVar("Key", bound=Hashable)
 
 ROWS = 512

@@ -6,19 +6,19 @@ Shapes: ``x_nd`` and ``y_ne`` are centred activations of n datapoints.
 from __future__ import annotations
 
 import math
-from typing import Any, Unpack, final
+from dataclasses import KW_ONLY
+from typing import Any, final
 
 import numpy as np
 import scipy
 from numpy.typing import NDArray
 
-from analyze.metrics.checks import check, is_number
-from analyze.metrics.similarity.bases import Basis, Status, centred, of_sheet
+from analyze.metrics.inputs import check, is_number
+from analyze.metrics.similarity.bases import Basis, centred, of_sheet
 from analyze.metrics.similarity.canonical import null_baseline, refuse, sheets
 from analyze.metrics.similarity.cka import UNLIKE, Alignment, AlignmentResult
-from analyze.metrics.similarity.datapoints import Channels, Positions, Sheet, check_positions
-from analyze.metrics.similarity.gathering import ByMoments, ByTriangle, Gathering
-from analyze.metrics.similarity.similarity import Compared, Kept
+from analyze.metrics.similarity.datapoints import Channels, Positions, Sheet, Status, check_positions
+from analyze.metrics.similarity.similarity import ByMoments, ByTriangle, Gathering, Kept
 from tracer.numbers.arrays import Array
 
 _CLOSE = 0.99
@@ -327,15 +327,8 @@ class Procrustes(Alignment):
     is_distance = True
     invariances = ("rows", "columns", "sign", "scale", "shift", "offset", "orthogonal")
 
-    def __init__(
-        self,
-        kind: str = "activations",
-        *,
-        normalised: bool = True,
-        **compared: Unpack[Compared],
-    ) -> None:
-        super().__init__(kind, **compared)
-        self.normalised = normalised
+    _: KW_ONLY
+    normalised: bool = True
 
     def compare(self, one: Kept, other: Kept) -> AlignmentResult:
         """The distance of a layer at two steps, or of two layers."""
@@ -405,16 +398,13 @@ class Angular(Alignment):
     is_distance = True
     invariances = ("rows", "columns", "sign", "scale", "shift", "offset", "orthogonal")
 
-    def __init__(
-        self,
-        kind: str = "activations",
-        *,
-        alpha: float = 1.0,
-        **compared: Unpack[Compared],
-    ) -> None:
-        _check_alpha(alpha)
-        super().__init__(kind, **compared)
-        self.alpha = alpha
+    _: KW_ONLY
+    alpha: float = 1.0
+
+    def check(self) -> None:
+        """Raise `MessageError` unless the parameters are in their ranges."""
+        _check_alpha(self.alpha)
+        super().check()
 
     def compare(self, one: Kept, other: Kept) -> AlignmentResult:
         """The angle between a layer at two steps, or two layers."""

@@ -6,33 +6,164 @@ A subclass defines the representation of a layer at one step, and how two repres
 from __future__ import annotations
 
 import itertools
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Any, ClassVar, Literal, Unpack, get_args
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import KW_ONLY, asdict, dataclass, replace
+from typing import Any, ClassVar, Literal, cast, get_args
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from analyze.metrics.checks import check, check_word, is_whole
-from analyze.metrics.metric import Metric, Where, Within
-from analyze.metrics.similarity.bases import STATUSES, Basis, Status
+from analyze.metrics.inputs import check, check_word, is_whole
+from analyze.metrics.metric import Record, Tagged, memory, stored
+from analyze.metrics.similarity.bases import Basis, Spectrum, no_basis, of_triangle, spectrum_of_scatter
+from analyze.metrics.similarity.canonical import Average, CanonicalResult, compare, overlap_of, with_spectrum
+from analyze.metrics.similarity.covariance import Moments, Triangle, largest_of, scale_of
 from analyze.metrics.similarity.datapoints import (
+    STATUSES,
     Channels,
     Positions,
     Sheet,
+    Status,
     as_many,
     check_channels,
     check_positions,
     comparable,
     neurons_last,
 )
-from analyze.metrics.similarity.gathering import Gathering, Layers
 from tracer.messaging.messages import Message, message_of
 from tracer.messaging.receiver import Scope
 from tracer.numbers.arrays import Array, as_array
+
+
+class Gathering(Record, ABC):
+    """Adds up the chunks of several layers, and then compares any two of them."""
+
+    @abstractmethod
+    def update(self, layers: list[NDArray[Any]]) -> None:
+        """Add the same datapoints of each layer: arrays (d, m) with the same m."""
+
+    @abstractmethod
+    def result(self, i: int, j: int) -> Any:
+        """The similarity of two layers, given by their indices in the lists."""
+
+
+class Layers(Gathering):
+    """A gathering that stacks the neurons of all layers and accumulates one matrix of all."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self.scales: list[float] = []
+
+    def columns(self, i: int) -> slice:
+        """The columns of a layer's neurons among those of all layers."""
+        start = sum(self.sizes[:i])
+        return slice(start, start + self.sizes[i])
+
+    def stacked(self, layers: list[NDArray[Any]]) -> NDArray[Any]:
+        """The neurons of all layers; a layer whose squares would leave float64 is divided by a power of two."""
+        if not self.sizes:
+            self.sizes = [len(one) for one in layers]
+            self.scales = [_scale_of(one) for one in layers]
+        layers = [one if scale == 1 else one / scale for one, scale in zip(layers, self.scales, strict=True)]
+        return layers[0] if len(layers) == 1 else np.concatenate([one.T for one in layers], axis=1).T
+
+
+def _scale_of(part_dm: NDArray[Any]) -> float:
+    return scale_of(largest_of(part_dm)) if part_dm.dtype.itemsize > 4 and part_dm.size else 1.0
+
+
+class ByMoments(Layers):
+    """SVCCA of each two layers, from the scatter matrix of all neurons: (sum of d)² numbers.
+
+    Examples
+    --------
+    >>> import numpy as np, analyze
+    >>> random = np.random.default_rng(0)
+    >>> z, added = random.standard_normal((500, 6)), ByMoments(0.99)
+    >>> x, y = z @ random.standard_normal((6, 6)), np.tanh(z)
+    >>> for start in range(0, 500, 64):
+    ...     added.update([x[start : start + 64].T, y[start : start + 64].T])
+    >>> abs(float(added.result(0, 1)) - float(analyze.svcca(x, y))) < 1e-12
+    True
+    """
+
+    def __init__(self, threshold: float, average: Average = "mean") -> None:
+        super().__init__()
+        self.threshold, self.average = threshold, average
+        self.moments = Moments()
+        self._spectra: dict[int, Spectrum | Status] = {}
+
+    def update(self, layers: list[NDArray[Any]]) -> None:
+        """Add the same datapoints of each layer."""
+        self._spectra = {}
+        self.moments.take(self.stacked(layers))
+
+    def own(self, i: int) -> NDArray[np.float64]:
+        """The lower triangle of the scatter matrix of one layer; a copy."""
+        return self.moments.block(self.columns(i), self.columns(i))
+
+    def cross(self, i: int, j: int) -> NDArray[np.float64]:
+        """The sums of products of two layers' centred neurons."""
+        if i == j:
+            lower = self.own(i)
+            return np.tril(lower) + np.tril(lower, -1).T
+        if i > j:
+            return self.moments.block(self.columns(i), self.columns(j))
+        return self.moments.block(self.columns(j), self.columns(i)).T
+
+    def spectrum(self, i: int) -> Spectrum | Status:
+        """The cut spectrum of one layer, or a status that says why there is none."""
+        if i not in self._spectra:
+            self._spectra[i] = spectrum_of_scatter(
+                self.own(i),
+                self.threshold,
+                self.moments.finite(self.columns(i)) and self.moments.n > 1,
+                self.moments.negligible(self.columns(i)),
+            )
+        return self._spectra[i]
+
+    def basis(self, i: int) -> Basis:
+        """The `Basis` of one layer, without its columns, which would need the datapoints."""
+        sheet = Sheet(np.zeros((0, self.sizes[i])), self.sizes[i], (self.moments.n,), False)
+        return no_basis(sheet, "mismatch") if self.moments.n < 2 else with_spectrum(sheet, self.spectrum(i))
+
+    def result(self, i: int, j: int) -> CanonicalResult:
+        """The similarity of two layers."""
+        one, other = self.spectrum(i), self.spectrum(j)
+        overlap = None
+        if not isinstance(one, str) and not isinstance(other, str):
+            overlap = overlap_of(one, other, self.cross(i, j))
+        return compare(self.basis(i), self.basis(j), self.average, overlap)
+
+
+class ByTriangle(Layers):
+    """All canonical correlations of each two layers, from the triangular factor of all neurons."""
+
+    def __init__(self, threshold: float, average: Average) -> None:
+        super().__init__()
+        self.threshold, self.average = threshold, average
+        self.triangle = Triangle()
+        self._bases: dict[int, Basis] = {}
+
+    def update(self, layers: list[NDArray[Any]]) -> None:
+        """Add the same datapoints of each layer."""
+        self._bases = {}
+        self.triangle.update(self.stacked(layers), self.sizes)
+
+    def basis(self, i: int) -> Basis:
+        """The basis of one layer."""
+        if i not in self._bases:
+            loadings = self.average == "weighted"
+            self._bases[i] = of_triangle(self.triangle, self.columns(i), self.threshold, loadings=loadings)
+        return self._bases[i]
+
+    def result(self, i: int, j: int) -> Any:
+        """The similarity of two layers."""
+        return compare(self.basis(i), self.basis(j), self.average)
+
 
 Against = Literal["past", "final", "layers"]
 Calls = Literal["apart", "together"]
@@ -43,8 +174,8 @@ WIDE = 16384
 """The most neurons of all layers whose products are accumulated: their matrix takes 2 GiB."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Kept:
+@dataclass(frozen=True, eq=False)
+class Kept(Record):
     """The activations of a layer at one step, as they were recorded.
 
     Attributes
@@ -77,18 +208,9 @@ class Kept:
         """Whether both have activations that can be of the same datapoints, by their shapes."""
         return self.status == other.status == "ok" and comparable(self.rows, other.rows)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The activations as tensors and plain values."""
-        return {"x": torch.from_numpy(self.x_nd), "rows": self.rows, "status": self.status}
 
-    @classmethod
-    def from_state_dict(cls, state: Mapping[str, Any]) -> Kept:
-        """The inverse of `state_dict`."""
-        return cls(state["x"].numpy(), tuple(state["rows"]), state["status"])
-
-
-@dataclass(frozen=True, slots=True)
-class Origin:
+@dataclass(frozen=True)
+class Origin(Record):
     """The origin of activations: the fields of their message that say where they are from."""
 
     module: str | None
@@ -113,23 +235,7 @@ class Origin:
         return f"{self.module or ''}{leaf}{call}"
 
 
-class Rows(Where, total=False):
-    """The parameters for the axes of datapoints and neurons, and for which messages are taken."""
-
-    channels: Channels
-    positions: Positions
-
-
-class Compared(Rows, total=False):
-    """The parameters that every `Similarity` has; a subclass takes them as ``**compared``."""
-
-    lag: int
-    against: Against
-    calls: Calls
-    details: bool
-
-
-class Similarity(Metric):
+class Similarity(Tagged):
     """Compares a layer's activations with its own earlier or final activations, or with another layer's.
 
     Parameters
@@ -143,8 +249,6 @@ class Similarity(Metric):
         The suffix of the answers' kind: ``{kind}_{name}``.
     companions : tuple of str
         The suffixes of the further answers (``_null``, ``_status``, …), in the order of `numbers`.
-    representation : type
-        The type of `represent`'s results.
     symmetric : bool
         Whether comparing a with b equals comparing b with a; if not, both are answered.
     fourier : bool
@@ -154,45 +258,45 @@ class Similarity(Metric):
     """
 
     companions: ClassVar[tuple[str, ...]]
-    representation: ClassVar[type[Basis] | type[Kept]] = Basis
     symmetric: ClassVar[bool] = True
     fourier: ClassVar[bool] = False
     is_distance: ClassVar[bool] = False
-    scope: Scope = "stream"
-    same_inputs: bool = True
+    scope = cast("Scope", "stream")  # type: ignore[redundant-cast] # else no other scope may take its place
+    same_inputs = True
     spoiled_by = ("elements", "reduce")
 
-    def __init__(
-        self,
-        kind: str = "activations",
-        *,
-        lag: int = 1,
-        against: Against = "past",
-        calls: Calls = "apart",
-        details: bool = True,
-        channels: Channels = "auto",
-        positions: Positions = "datapoints",
-        tag: str | None = "probe",
-        **within: Unpack[Within],
-    ) -> None:
-        check_word("against", against, _SCOPES)
-        check_word("calls", calls, get_args(Calls))
-        check(is_whole(lag, 1), "lag is a positive integer", lag)
-        check_channels(channels)
-        check_positions(positions, fourier=self.fourier)
-        produces = tuple(f"{kind}_{self.name}{suffix}" for suffix in ("", *(self.companions if details else ())))
-        super().__init__(kind, produces, tag=tag, **within)
-        self.against, self.lag, self.calls, self.details = against, lag, calls, details
-        self.channels, self.positions = channels, positions
-        self.same_inputs = against != "layers"  # layers are compared with each other at one step
+    kind: str = "activations"
+    _: KW_ONLY
+    lag: int = 1
+    against: Against = "past"
+    calls: Calls = "apart"
+    details: bool = True
+    channels: Channels = "auto"
+    positions: Positions = "datapoints"
+    tag: str | None = "probe"
+    subsample: int = 1
+    modules: str | Iterable[str] | None = None
+    statuses: Counter[str] = memory(Counter)
+    _past: dict[tuple[Any, ...], deque[Any]] = memory(dict)
+    _kept: dict[tuple[Any, ...], list[tuple[Origin, Any]]] = memory(dict)
+    _waiting: dict[tuple[Any, ...], tuple[Origin, list[NDArray[Any]]]] = memory(dict)
+    _layers: dict[tuple[str, int], tuple[Origin, list[tuple[str, Any]]]] = memory(dict)
+    _gathered: dict[tuple[str, int], _LayersStep] = memory(dict)
+
+    def check(self) -> None:
+        """Raise `MessageError` unless the parameters are in their ranges."""
+        check_word("against", self.against, _SCOPES)
+        check_word("calls", self.calls, get_args(Calls))
+        check(is_whole(self.lag, 1), "lag is a positive integer", self.lag)
+        check_channels(self.channels)
+        check_positions(self.positions, fourier=self.fourier)
+        self.same_inputs = self.against != "layers"  # layers are compared with each other at one step
         # the class attribute is the scope of the default `against`
-        self.scope = _SCOPES[against]
-        self.statuses: Counter[str] = Counter()
-        self._past: dict[tuple[Any, ...], deque[Any]] = {}
-        self._kept: dict[tuple[Any, ...], list[tuple[Origin, Any]]] = {}
-        self._waiting: dict[tuple[Any, ...], tuple[Origin, list[NDArray[Any]]]] = {}
-        self._layers: dict[tuple[str, int], tuple[Origin, list[tuple[str, Any]]]] = {}
-        self._gathered: dict[tuple[str, int], _Step] = {}
+        self.scope = _SCOPES[self.against]
+
+    def produced(self) -> list[str]:
+        """The value, and with `details` its companions."""
+        return [f"{self.kind}_{self.name}{what}" for what in ("", *(self.companions if self.details else ()))]
 
     def taken(self, message: Message) -> Message:
         """A message with the data for `represent`: by default all, with the neurons in the axis of `channels`."""
@@ -263,7 +367,7 @@ class Similarity(Metric):
         if self.calls == "together":
             if place in self._gathered and self._gathered[place].origin.global_step != origin.global_step:
                 yield from self._end_of_step(place)
-            self._gathered.setdefault(place, _Step(origin)).add(self, origin, data)
+            self._gathered.setdefault(place, _LayersStep(origin)).add(self, origin, data)
             return
         if place not in self._layers or self._layers[place][0].global_step != origin.global_step:
             self._layers[place] = (origin, [])
@@ -280,68 +384,21 @@ class Similarity(Metric):
         for one, other, found in step.pairs(self):
             yield from self.answers(_pair_of(step.origin, one, other), found)
 
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a `state_dict` of a metric with the same parameters."""
+        super().load_state_dict(state)
+        self.statuses = Counter(self.statuses)
+        for step in self._gathered.values():
+            for group in step.groups or ():
+                if isinstance(group.gathering, _Whole):
+                    group.gathering.metric = self
+
     def answers(self, origin: Origin, found: Any) -> Iterator[Message]:
         """The messages of a result: the value and its companions."""
         self.statuses[found.status] += 1
         for kind, number in zip(self.produces, self.numbers(found), strict=False):  # without details only the value
             data = torch.as_tensor(number, dtype=torch.float64, device="cpu").clone()
             yield message_of(kind=kind, data=data, **asdict(origin))
-
-    def state_dict(self) -> dict[str, Any]:
-        """The representations of each stream and of the current step, and how often each status occurred."""
-        return {
-            "statuses": dict(self.statuses),
-            "past": [
-                {"key": list(key), "kept": [one.state_dict() for one in past]} for key, past in self._past.items()
-            ],
-            "final": [
-                {
-                    "key": list(key),
-                    "origins": [asdict(o) for o, _ in kept],
-                    "kept": [one.state_dict() for _, one in kept],
-                }
-                for key, kept in self._kept.items()
-            ],
-            "waiting": [
-                {"key": list(key), "origin": asdict(origin), "parts": [torch.from_numpy(part) for part in parts]}
-                for key, (origin, parts) in self._waiting.items()
-            ],
-            "layers": [
-                {
-                    "origin": asdict(origin),
-                    "names": [name for name, _ in layers],
-                    "kept": [one.state_dict() for _, one in layers],
-                }
-                for origin, layers in self._layers.values()
-            ],
-            "steps": [step.state_dict() for step in self._gathered.values()],
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict` of a metric with the same parameters."""
-        load = self.representation.from_state_dict
-        self.statuses = Counter(state["statuses"])
-        self._past = {
-            tuple(one["key"]): deque((load(kept) for kept in one["kept"]), maxlen=self.lag) for one in state["past"]
-        }
-        self._kept = {
-            tuple(one["key"]): [
-                (Origin(**origin), load(kept)) for origin, kept in zip(one["origins"], one["kept"], strict=True)
-            ]
-            for one in state["final"]
-        }
-        self._waiting = {
-            tuple(one["key"]): (Origin(**one["origin"]), [part.numpy() for part in one["parts"]])
-            for one in state["waiting"]
-        }
-        self._layers, self._gathered = {}, {}
-        for one in state["layers"]:
-            origin = Origin(**one["origin"])
-            kept = [(name, load(each)) for name, each in zip(one["names"], one["kept"], strict=True)]
-            self._layers[origin.tag, origin.rank] = (origin, kept)
-        for one in state["steps"]:
-            step = _Step.from_state_dict(one, self)
-            self._gathered[step.origin.tag, step.origin.rank] = step
 
 
 def _pair_of(origin: Origin, one: str, other: str) -> Origin:
@@ -362,7 +419,7 @@ def joined(parts: list[NDArray[Any]]) -> NDArray[Any]:
 
 
 @dataclass
-class _Group:
+class _Group(Record):
     """Layers of a step with equal numbers of datapoints, the lengths of their axes, and their accumulator."""
 
     names: list[str]
@@ -371,7 +428,7 @@ class _Group:
     broken: bool = False
 
 
-class _Step:
+class _LayersStep(Record):
     """Accumulates the calls of all layers in a step, and holds the activations of the latest call.
 
     `late` names layers that cannot be compared: their calls differ from the others', or they have no real datapoints.
@@ -382,7 +439,7 @@ class _Step:
         self.buffer: dict[str, NDArray[Any]] = {}
         self.groups: list[_Group] | None = None
         self.names: list[str] = []
-        self.late: set[str] = set()
+        self.late: dict[str, None] = {}
 
     def add(self, metric: Similarity, origin: Origin, array: NDArray[Any]) -> None:
         """Add the activations of one layer in one call."""
@@ -393,7 +450,7 @@ class _Step:
             self.flush(metric)
             self.call = origin.call
         if origin.call < self.call or (self.groups is not None and all(name not in g.names for g in self.groups)):
-            self.late.add(name)  # its calls differ from those of the other layers
+            self.late[name] = None  # its calls differ from those of the other layers
         else:
             self.buffer[name] = np.array(array)
 
@@ -408,7 +465,7 @@ class _Step:
             # with Fourier positions, images of different sizes can be compared: only their number must agree
             axes = 1 if metric.positions == "fourier" else None
             rows = {name: sheet.rows[:axes] for name, sheet in sheets.items() if sheet.n and sheet.real}
-            self.late.update(sheets.keys() - rows.keys())
+            self.late.update(dict.fromkeys(sheets.keys() - rows.keys()))
             self.groups = []
             for names in as_many(rows):
                 gathering = metric.gathering()
@@ -433,7 +490,7 @@ class _Step:
         found: dict[tuple[str, str], Any] = {}
         for group in self.groups or ():
             for (i, one), (j, other) in itertools.permutations(enumerate(group.names), 2):
-                known = not group.broken and self.late.isdisjoint((one, other))
+                known = not group.broken and self.late.keys().isdisjoint((one, other))
                 if known and comparable(group.rows[i], group.rows[j]) and (i < j or not metric.symmetric):
                     found[one, other] = group.gathering.result(i, j)
         for place, one in enumerate(self.names):
@@ -442,41 +499,6 @@ class _Step:
                 yield one, other, found.get((one, other)) or backwards or metric.unlike()
                 if not metric.symmetric:
                     yield other, one, found.get((other, one)) or metric.unlike()
-
-    def state_dict(self) -> dict[str, Any]:
-        """The step as tensors and plain values."""
-        groups = [
-            {
-                "names": list(one.names),
-                "rows": [list(rows) for rows in one.rows],
-                "broken": one.broken,
-                "gathering": one.gathering.state_dict(),
-            }
-            for one in self.groups or ()
-        ]
-        return {
-            "origin": asdict(self.origin),
-            "call": self.call,
-            "buffer": {name: torch.from_numpy(array) for name, array in self.buffer.items()},
-            "groups": groups if self.groups is not None else None,
-            "names": list(self.names),
-            "late": sorted(self.late),
-        }
-
-    @classmethod
-    def from_state_dict(cls, state: Mapping[str, Any], metric: Similarity) -> _Step:
-        """The inverse of `state_dict`."""
-        step = cls(Origin(**state["origin"]))
-        step.call, step.names, step.late = state["call"], list(state["names"]), set(state["late"])
-        step.buffer = {name: tensor.numpy() for name, tensor in state["buffer"].items()}
-        if state["groups"] is not None:
-            step.groups = []
-            for one in state["groups"]:
-                gathering = _Whole(metric) if "parts" in one["gathering"] else metric.gathering()
-                gathering.load_state_dict(one["gathering"])
-                rows = [tuple(rows) for rows in one["rows"]]
-                step.groups.append(_Group(list(one["names"]), rows, gathering, one["broken"]))
-        return step
 
 
 class _Whole(Gathering):
@@ -502,10 +524,6 @@ class _Whole(Gathering):
             self.kept = [self.metric.represent(joined(parts)) for parts in self.parts]
         return self.metric.compare(self.kept[i], self.kept[j])
 
-    def state_dict(self) -> dict[str, Any]:
-        """The data of all calls as tensors."""
-        return {"parts": [[torch.from_numpy(part) for part in parts] for parts in self.parts]}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict`."""
-        self.parts, self.kept = [[part.numpy() for part in parts] for parts in state["parts"]], []
+    def state(self) -> dict[str, Any]:
+        """The parts: a metric that loads them takes the place of the metric."""
+        return {"metric": None, "parts": stored(self.parts), "kept": []}

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 import analyze
-from analyze.batching.batch_results import BatchResults
+from analyze.batching.batch import BatchResults
 from analyze.tables.columns import Row
 from analyze.tables.results import Results
 from tracer import ModuleMessage, NetworkMessage, TraceWriter
@@ -107,7 +107,9 @@ class Talks(Subscriber):
 '''
 
 
-def write(path: Path, steps: int = 6, *, seed: int = 0, mark: float | None = None) -> Path:
+def write(
+    path: Path, steps: int = 6, *, seed: int = 0, mark: float | None = None, shape: tuple[int, int] = (12, 4)
+) -> Path:
     """A small trace; a `mark` is the first number of each of its weights."""
     generator = torch.Generator().manual_seed(seed)
     with TraceWriter(path, header={"run_id": f"run-{seed}-{steps}", "created": "2026-01-01T00:00:00Z"}) as writer:
@@ -115,12 +117,21 @@ def write(path: Path, steps: int = 6, *, seed: int = 0, mark: float | None = Non
             at = {"global_step": step, "train_step": step, "epoch": 0}
             for module in ("conv", "fc"):
                 for kind in ("activations", "weights", "weight_updates"):
-                    data = torch.randn(12, 4, generator=generator)
+                    data = torch.randn(shape, generator=generator)
                     if mark is not None and kind == "weights":
                         data[0, 0] = mark
                     writer.write(ModuleMessage(kind=kind, module=module, data=data, **at))
             writer.write(NetworkMessage(kind="loss", data=torch.rand((), generator=generator), **at))
     return path
+
+
+def damage(trace: Path) -> None:
+    """Turn a bit near the end of the largest file of weights of a trace."""
+    files = [path for path in trace.rglob("*") if path.is_file() and "weights" in str(path)]
+    largest = max(files, key=lambda path: path.stat().st_size)
+    data = bytearray(largest.read_bytes())
+    data[len(data) * 9 // 10] ^= 1
+    largest.write_bytes(data)
 
 
 def said(rows: Iterable[Row]) -> list[tuple[Any, ...]]:

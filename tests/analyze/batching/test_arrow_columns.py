@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from analyze.batching import arrow_columns
-from analyze.batching.arrow_columns import table_of
-from analyze.batching.processes import environment
+from analyze.batching import parquet
+from analyze.batching.engines import environment
+from analyze.batching.parquet import table_of
 from analyze.tables.columns import COLUMNS, WHOLE
 from analyze.tables.writing import arrow_table
 from tests import processes
@@ -35,7 +35,7 @@ def test_a_table_is_the_one_that_pyarrow_makes(values: str, rows: int, monkeypat
     columns |= {"value": NUMBERS[values][:rows], "rank": list(range(8))[:rows]}
     expected = arrow_table(columns, "spec")
     for most in (3, 1 << 20):
-        monkeypatch.setattr(arrow_columns, "ROWS", most)
+        monkeypatch.setattr(parquet, "ROWS", most)
         found = table_of(columns, "spec")
         assert found.schema.equals(expected.schema)
         assert repr(found.to_pylist()) == repr(expected.to_pylist())

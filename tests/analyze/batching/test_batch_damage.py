@@ -17,7 +17,7 @@ import analyze
 from analyze.batching.batch import batch
 from analyze.batching.folder import folder_at
 from analyze.batching.manifest import read_manifest
-from analyze.batching.seal import label_of
+from analyze.batching.parquet import label_of
 from tests.analyze.batching.batches import counted, write
 from tracer import TraceReader
 from tracer.errors import TraceCorruptError, TraceNotFoundError, TraceUnreadableError

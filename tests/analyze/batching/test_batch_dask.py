@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import CancelledError, Future
 from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,8 +22,8 @@ import pytest
 from analyze.batching import clusters
 from analyze.batching.batch import batch
 from analyze.batching.clusters import Dask, options_of, slurm
-from analyze.batching.engines import Death
-from analyze.batching.processes import environment
+from analyze.batching.engines import Running, environment
+from analyze.batching.units import Receipt
 from tests import processes
 from tests.analyze.batching.batches import counted, said, whole, write
 from tracer.errors import MessageError, TracerError
@@ -135,69 +136,51 @@ def test_a_local_dask_cluster_and_a_part_that_kills_its_workers(
     assert "KilledWorker" in failure.reason
 
 
-def test_a_receipt_that_died_with_its_worker_is_waited_for() -> None:
-    """Dask computes it again, however long that takes; it is given up when the scheduler is gone, or the task fails."""
+def test_what_dask_says_of_a_task_is_told() -> None:
+    """A receipt, also one that it computed again; what it could not run; and that it is gone."""
 
-    class Future:
-        key = "tracereel-batch-1-unit"
+    class Theirs:
+        """A future of Dask."""
 
-        def __init__(self, *statuses: str) -> None:
-            self.statuses = list(statuses)
+        def __init__(self, answer: Any) -> None:
+            self.answer = answer
 
-        @property
-        def status(self) -> str:
-            return self.statuses[0]
+        def result(self) -> Any:
+            if isinstance(self.answer, Exception):
+                raise self.answer
+            return self.answer
 
-        def result(self, timeout: float) -> dict[str, Any]:
-            if len(self.statuses) > 1:
-                del self.statuses[0]
-            if self.status == "receipt":
-                return {"outcomes": []}
-            raise TimeoutError if self.status == "pending" else ArithmeticError
+    def done(answer: Any, status: str = "running") -> Any:
+        engine = object.__new__(Dask)
+        engine._client, engine._name, engine._left = SimpleNamespace(status=status), "here", 3
+        engine._killed = KeyError
+        running: Running = Future()
+        clusters._pass_on(running, Theirs(answer))
+        return engine.receipt(running)
 
-        def exception(self, timeout: float) -> Exception:
-            return ArithmeticError("no")
-
-    class Ready(list[Future]):
-        def has_ready(self) -> bool:
-            return True
-
-        def __next__(self) -> Future:
-            return self.pop()
-
-    def engine(future: Future, client: str) -> Dask:
-        one = object.__new__(Dask)
-        one._results, one._left, one._name = Ready([future]), 1, "here"
-        one._client = SimpleNamespace(status=client)
-        one._distributed = SimpleNamespace(KilledWorker=KeyError)
-        return one
-
-    def done(*statuses: str, client: str = "running") -> Any:
-        key, found = engine(Future(*statuses), client).next_done()
-        assert key == "unit"
-        return found
-
-    assert done("finished", "receipt") == done("finished", "pending", "pending", "receipt") == {"outcomes": []}
-    assert done("finished", "pending", "error") == Death("Dask could not run it: ArithmeticError: no")
-    assert done("lost") == Death("Dask gave it up (lost)")
-    with pytest.raises(TracerError, match=r"the Dask scheduler at here is gone with 0 tasks left"):
-        done("finished", "pending", client="connecting")
+    receipt = Receipt([], "there")
+    assert done(receipt) is receipt
+    assert done(ArithmeticError("no")) == "Dask could not run it: ArithmeticError: no"
+    assert "died one after the other (KilledWorker)" in done(KeyError())
+    for answer, status in ((CancelledError(), "running"), (OSError("no"), "connecting")):
+        name = type(answer).__name__
+        with pytest.raises(TracerError, match=rf"the Dask scheduler at here is gone with 2 tasks left.*\({name}\)"):
+            done(answer, status)
 
 
 def test_tasks_without_a_worker_are_given_up(quick_deaths: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the last worker is gone for good, a batch does not wait for ever: a sentence says so."""
-    dask = Dask("local", workers=1)
-    try:
+    with contextlib.closing(Dask("local", workers=1)) as dask:
+        dask.check()
         dask._cluster.scale(0)
         while dask._client.nthreads():
             time.sleep(0.01)
-        monkeypatch.setattr(clusters, "WORKERS_SECONDS", 0.05)
-        monkeypatch.setattr(clusters, "LOOK_SECONDS", 0.01)
-        dask.submit("unit", {})
-        with pytest.raises(TracerError, match=r"at local had no worker for 0 seconds, with 1 tasks left; what is done"):
-            dask.next_done()
-    finally:
-        dask.close()
+        dask.check()
+        monkeypatch.setattr(clusters, "WORKERS_SECONDS", 0.0)
+        with pytest.raises(TracerError, match=r"at local had no worker for 0 seconds, with 0 tasks left; what is done"):
+            dask.check()
+    with pytest.raises(TracerError, match="at local is gone"):
+        dask.check()
 
 
 def test_dask_that_cannot_be_used_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,6 @@ import analyze
 from analyze.batching.batch import batch
 from analyze.batching.folder import folder_at
 from analyze.batching.traces import find_traces
-from tests import processes
 from tests.stores.served import served
 from tracer import ModuleMessage, TraceReader, TraceWriter
 from tracer.errors import CaptureError
@@ -27,18 +26,6 @@ pytest.importorskip("obstore", reason="the extra s3 is not installed: pip instal
 pq = pytest.importorskip("pyarrow.parquet", reason="the extra tables is not installed: pip install 'tracereel[tables]'")
 
 BUCKET = "bucket"
-LARGE = """
-import torch
-from tracer import Subscriber, Subscription
-from tracer.messaging.messages import derived
-
-class Large(Subscriber):
-    scope = "message"
-    def __init__(self):
-        super().__init__(Subscription("weights"), produces="weights_large")
-    def compute(self, message):
-        yield derived(message, "weights_large", torch.full((70, 70), float(message.global_step)))
-"""
 
 
 @pytest.fixture(scope="module")
@@ -76,12 +63,10 @@ def write(path: str | Path, seed: int = 0, steps: int = 4) -> None:
             writer.write(ModuleMessage(kind="weights", data=torch.randn(5, 4, generator=generator), **at))
 
 
-def test_a_damaged_part_on_an_object_store_is_computed_again(bucket: Any, tmp_path: Path) -> None:
+def test_a_damaged_part_on_an_object_store_is_computed_again(bucket: Any, trouble: str) -> None:
     """An object that is not what was put is replaced, although nothing there is replaced unasked."""
     write(f"s3://{BUCKET}/spoiled/run.zarr")
-    file = tmp_path / "large.py"
-    file.write_text(LARGE)
-    specs, out = ["norm", f"{file}:Large"], f"s3://{BUCKET}/spoiled-results"
+    specs, out = ["norm", f"{trouble}:Large"], f"s3://{BUCKET}/spoiled-results"
     expected = list(batch(f"s3://{BUCKET}/spoiled/run.zarr", specs, out, workers=0))
     parts = keys(bucket, "spoiled-results/parts/")
     assert len(parts) == 2
@@ -98,7 +83,7 @@ def test_a_damaged_part_on_an_object_store_is_computed_again(bucket: Any, tmp_pa
     assert list(again) == expected
 
 
-def test_traces_and_results_on_an_object_store(bucket: Any, tmp_path: Path) -> None:
+def test_traces_and_results_on_an_object_store(bucket: Any, trouble: str, tmp_path: Path) -> None:
     """Found below a URL, computed by another process, put under names that say what they are, never twice."""
     for seed in range(2):
         write(f"s3://{BUCKET}/runs/deep/run{seed}.zarr", seed)
@@ -107,11 +92,8 @@ def test_traces_and_results_on_an_object_store(bucket: Any, tmp_path: Path) -> N
     assert find_traces(f"s3://{BUCKET}/runs/deep/*1.zarr") == [f"s3://{BUCKET}/runs/deep/run1.zarr"]
     with pytest.raises(CaptureError, match="no trace at"):
         find_traces(f"s3://{BUCKET}/absent")
-    file = tmp_path / "large.py"
-    file.write_text(LARGE)
-    specs = ["norm", f"{file}:Large"]
-    with processes.forked():
-        results = batch(runs, specs, out, workers=1, table=tmp_path / "table.parquet")
+    specs = ["norm", f"{trouble}:Large"]
+    results = batch(runs, specs, out, workers=1, table=tmp_path / "table.parquet")
     assert (results.computed, results.cached, results.failures) == (4, 0, [])
     rows = [row for row in results if row.subscriber == "norm"]
     expected = [row for trace in find_traces(runs) for row in analyze.analyze(trace, "norm")]
@@ -157,8 +139,7 @@ def test_shares_on_an_object_store(bucket: Any) -> None:
 
 def test_two_workers_may_compute_the_same(bucket: Any) -> None:
     """What is there is not put again, unless it is to be replaced."""
-    folder = folder_at(f"s3://{BUCKET}/folder")
-    try:
+    with folder_at(f"s3://{BUCKET}/folder") as folder:
         folder.write("parts/a.parquet", b"first", replace=False)
         folder.write("parts/a.parquet", b"second", replace=False)
         assert folder.read("parts/a.parquet") == b"first"
@@ -168,5 +149,3 @@ def test_two_workers_may_compute_the_same(bucket: Any) -> None:
         folder.remove(["parts/a.parquet"])
         assert folder.names("parts") == set()
         assert folder.read("parts/a.parquet") is None
-    finally:
-        folder.close()

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 import tracer
 from analyze.batching.batch import batch
-from analyze.batching.batch_results import BatchResults
-from analyze.tables.columns import Row
+from tests.analyze.batching.batches import counted, said
 from tracer import ModuleMessage, NetworkMessage, TraceWriter
 from tracer.errors import CaptureError, MessageError
 from tracer.format.names import part_name
@@ -43,16 +40,6 @@ def write(path: Path, seed: int, steps: int = 6, *, labels: int = 0, rank: int =
 def runs(tmp_path: Path) -> list[Path]:
     """Three runs, the last of which is shorter."""
     return [write(tmp_path / f"run{seed}.zarr", seed, 6 - seed // 2) for seed in range(3)]
-
-
-def said(rows: Iterable[Row]) -> list[tuple[Any, ...]]:
-    """Rows, to the bit and in an order of their own."""
-    return sorted((*row[:-1], np.float64(row.value).tobytes()) for row in rows)
-
-
-def counted(results: BatchResults) -> tuple[int, int, int]:
-    """How many parts were computed, there already, and not to be had."""
-    return results.computed, results.cached, len(results.failures)
 
 
 @pytest.mark.parametrize("part_bytes", [1, 1 << 30])

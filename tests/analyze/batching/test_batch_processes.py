@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -15,11 +16,12 @@ import pyarrow.dataset
 import pytest
 
 import analyze
-from analyze.batching import engines
 from analyze.batching.batch import batch
-from analyze.batching.engines import Death
-from analyze.batching.processes import environment
-from tests import processes
+from analyze.batching.batch_plan import plan_batch
+from analyze.batching.engines import Engine, Inline, Running, environment
+from analyze.batching.folder import folder_at
+from analyze.batching.units import Receipt, Task
+from analyze.batching.work import Work
 from tests.analyze.batching.batches import counted, said, whole, write
 
 ROOT = Path(__file__).parents[3]
@@ -30,27 +32,25 @@ def test_a_part_that_kills_its_worker_is_told_and_the_rest_goes_on(runs: Path, t
     write(runs / "bad.zarr", mark=666.0)
     spec = f"{trouble}:Crashes:where={tmp_path}/mark"
     events: list[Mapping[str, Any]] = []
-    with processes.forked():
-        results = batch(
-            runs, ["norm", "ratio", spec, f"{trouble}:Talks"], tmp_path / "out", workers=1, progress=events.append
-        )
+    results = batch(
+        runs, ["norm", "ratio", spec, f"{trouble}:Talks"], tmp_path / "out", workers=1, progress=events.append
+    )
     assert counted(results) == (15, 0, 1)
     (failure,) = results.failures
     assert (failure.status, Path(failure.trace).name, failure.spec) == ("killed", "bad.zarr", spec.replace("\\", "/"))
     assert failure.reason == "the worker was killed by SIGSEGV, twice"
     assert any(event["event"] == "retry" for event in events)
     once = f"{trouble}:Crashes:once=true,where={tmp_path}/once"
-    with processes.forked():
-        assert counted(batch(runs / "bad.zarr", once, tmp_path / "out", workers=1)) == (1, 0, 0)
+    assert counted(batch(runs / "bad.zarr", once, tmp_path / "out", workers=1)) == (1, 0, 0)
 
 
-def test_a_worker_that_takes_too_much_memory_is_killed(runs: Path, trouble: str, tmp_path: Path) -> None:
-    """One part is more than the memory that it may have: it is told, and not tried again."""
+def test_a_part_that_needs_too_much_memory_fails(runs: Path, trouble: str, tmp_path: Path) -> None:
+    """One part is more than the memory that a worker may have: it is told, and costs no other."""
     specs = [f"{trouble}:Hoards", "norm"]
-    with processes.forked():
-        results = batch(runs / "run0.zarr", specs, tmp_path / "out", workers=1, memory=900 << 20)
+    results = batch(runs / "run0.zarr", specs, tmp_path / "out", workers=1, memory=900 << 20)
     assert counted(results) == (1, 0, 1)
-    assert results.failures[0].reason == "the worker had more than 944 MB of memory and was killed"
+    assert results.failures[0].status == "failed"
+    assert "can't allocate memory" in results.failures[0].reason
 
 
 def test_workers_find_what_this_process_finds() -> None:
@@ -107,27 +107,35 @@ def children(pid: int) -> list[int]:
     return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def test_what_died_beside_others_is_tried_alone(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_died_beside_others_is_tried_alone(runs: Path, tmp_path: Path) -> None:
     """What was given up together is computed when nothing else is, and counts as failed only if it dies then, too."""
-    take, tried = engines.Inline.next_done, list[str]()
 
-    def dies(engine: engines.Inline) -> Any:
-        key, document = engine._waiting[0]
-        tried.append(key)
-        guilty = "bad.zarr" in str(document["task"])
-        if tried.count(key) == 1 or guilty:
-            if tried.count(key) > 1:
-                assert len(engine._waiting) == 1
-            engine._waiting.popleft()
-            return key, Death("died", alone=True)
-        assert len(engine._waiting) == 1
-        return take(engine)
+    class Blaming(Engine):
+        """An engine that has no receipt for a task that began beside others, nor for that of a bad trace."""
 
-    monkeypatch.setattr(engines.Inline, "next_done", dies)
+        room, blames_all = 9, True
+
+        def __init__(self) -> None:
+            self.here, self.alone, self.tried = Inline(), dict[Any, bool](), list[Task]()
+
+        def submit(self, task: Task, out: str, replace: bool) -> Running:
+            self.tried.append(task)
+            running = self.here.submit(task, out, replace)
+            self.alone[running] = self.tried.count(task) > 1 and "bad.zarr" not in task.run.trace
+            return running
+
+        def receipt(self, task: Running) -> Receipt | str:
+            return self.here.receipt(task) if self.alone[task] else "died"
+
+        def close(self) -> None:
+            self.here.close()
+
     write(runs / "bad.zarr")
-    good = len([one for one in runs.iterdir() if one.name != "bad.zarr"])
-    results = batch(runs, ["norm"], tmp_path / "out", workers=0)
-    assert counted(results) == (good, 0, 1)
-    (failure,) = results.failures
-    assert (Path(failure.trace).name, failure.reason) == ("bad.zarr", "died, twice")
-    assert len(tried) == 2 * (good + 1)
+    planned, engine = plan_batch(runs, "norm", tmp_path / "out", workers=1), Blaming()
+    with folder_at(tmp_path / "out") as folder, contextlib.closing(engine):
+        work = Work(planned, folder, lambda event: None, False)
+        work.run(engine)
+    (failure,) = work.failures
+    assert (Path(failure.trace).name, failure.status, failure.reason) == ("bad.zarr", "killed", "died, twice")
+    assert work.computed == len(planned.tasks) - 1
+    assert engine.tried == [*planned.tasks, *planned.tasks]

@@ -14,9 +14,8 @@ import torch
 
 import analyze
 import tracer
-from analyze.batching.batch import batch
-from analyze.batching.batch_results import BatchResults
-from analyze.batching.processes import environment
+from analyze.batching.batch import BatchResults, batch
+from analyze.batching.engines import environment
 from analyze.tables.columns import Columns
 from analyze.tables.results import Results
 from tests import processes
@@ -29,8 +28,7 @@ def test_the_table_is_one_file(runs: Path, tmp_path: Path) -> None:
     """All answers in the order of the traces and subscribers; the same file, however they were computed."""
     one, other = tmp_path / "one.parquet", tmp_path / "other.parquet"
     batch(runs, SPECS, tmp_path / "a", workers=0, table=one)
-    with processes.forked():
-        batch(runs, SPECS, tmp_path / "b", workers=2, part_bytes=1 << 30, table=other)
+    batch(runs, SPECS, tmp_path / "b", workers=2, part_bytes=1 << 30, table=other)
     first, second = (pyarrow.parquet.read_table(path) for path in (one, other))
     assert first.equals(second)
     assert list(dict.fromkeys(first["trace"].to_pylist())) == [str(path) for path in sorted(runs.iterdir())]

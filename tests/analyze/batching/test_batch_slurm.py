@@ -10,11 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from analyze.batching.batch import batch
-from analyze.batching.processes import environment
-from tracer import ModuleMessage, TraceWriter
+from analyze.batching.engines import environment
 
 ROOT = Path(__file__).parents[3]
 
@@ -34,19 +32,6 @@ def _why_not() -> str:
 pytestmark = pytest.mark.skipif(bool(_why_not()), reason=_why_not() or "SLURM is there")
 
 
-@pytest.fixture
-def runs(tmp_path: Path) -> Path:
-    """A folder with four traces."""
-    folder = tmp_path / "runs"
-    folder.mkdir()
-    for number in range(4):
-        with TraceWriter(folder / f"run{number}.zarr") as writer:
-            for step in range(6):
-                at = {"global_step": step, "train_step": step, "epoch": 0, "module": "fc"}
-                writer.write(ModuleMessage(kind="weights", data=torch.randn(5, 4), **at))
-    return folder
-
-
 def test_a_job_array(runs: Path, tmp_path: Path) -> None:
     """Each job computes a share; the batch without shares finds all done."""
     script, out = tmp_path / "array.sh", tmp_path / "out"
@@ -61,7 +46,7 @@ def test_a_job_array(runs: Path, tmp_path: Path) -> None:
     logs = "\n".join(path.read_text() for path in sorted(tmp_path.glob("*.log")))
     assert done.returncode == 0, done.stderr + logs
     results = batch(runs, "norm", out, workers=0)
-    assert (results.computed, results.cached, results.failures) == (0, 4, [])
+    assert (results.computed, results.cached, results.failures) == (0, 3, [])
 
 
 def test_workers_that_slurm_starts(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +65,7 @@ def test_workers_that_slurm_starts(runs: Path, tmp_path: Path, monkeypatch: pyte
         "log_directory": str(tmp_path / "logs"),
     }
     results = batch(runs, ["norm", "spectral_norm"], tmp_path / "out", slurm=options)
-    assert (results.computed, results.cached, results.failures) == (8, 0, [])
+    assert (results.computed, results.cached, results.failures) == (6, 0, [])
     deadline = time.monotonic() + 60
     queue = ["squeue", "-h", "-u", str(os.getuid()), "-n", "dask-worker"]
     while subprocess.run(queue, capture_output=True, text=True, check=True).stdout.strip():

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import tracer
-from analyze import diff
+from analyze.comparing.diff import diff
 from analyze.comparing.difference import Difference
 from tests.analyze.rules.trainings import Fault, Training
 from tracer.errors import CaptureError, TraceCorruptError

@@ -15,7 +15,7 @@ import analyze
 import tracer
 from analyze.comparing.pairs import Bases
 from analyze.comparing.similarities import Item, Similarities
-from analyze.metrics.similarity.bases import STATUSES
+from analyze.metrics.similarity.datapoints import STATUSES
 from tracer.errors import MessageError
 from tracer.messaging.messages import ModuleMessage
 from tracer.trace.writer import TraceWriter

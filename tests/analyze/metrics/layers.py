@@ -10,9 +10,8 @@ import torch
 
 import analyze
 from analyze.metrics.similarity.cka import ByLinear
-from analyze.metrics.similarity.gathering import ByMoments, ByTriangle, Gathering
 from analyze.metrics.similarity.procrustes import ByNuclear
-from analyze.metrics.similarity.similarity import Similarity
+from analyze.metrics.similarity.similarity import ByMoments, ByTriangle, Gathering, Similarity
 from tracer import ModuleMessage
 
 INF, NAN = float("inf"), float("nan")

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 import analyze
 import tracer
 from analyze import registry
-from analyze.metrics.gradients.cosine import cosine
-from analyze.metrics.predictions.classification_report import correctness
+from analyze.metrics.classification_report import correctness
+from analyze.metrics.directions import cosine
 from tests.analyze.metrics.invariances import FAMILY, INVARIANCES
 from tests.examples import examples
 from tracer import Collect, Message, MessageError, ModuleMessage, NetworkMessage, Subscriber
@@ -172,7 +172,7 @@ def test_paths_merge(updates: list[list[float]], data: st.DataObject) -> None:
     told(first, messages[:cut])
     told(second, messages[cut:])
     first.merge(second.state_dict())
-    (length,) = (one["length"] for one in first.state_dict()["lengths"])
+    (length,) = first.state_dict()["lengths"].values()
     assert length == pytest.approx(expected, rel=1e-12, abs=1e-300)
 
 

@@ -9,8 +9,8 @@ import pytest
 
 import analyze
 from analyze.metrics.similarity.bases import basis
+from analyze.metrics.similarity.canonical import all_directions
 from analyze.metrics.similarity.datapoints import Sheet
-from analyze.metrics.similarity.factors import all_directions
 from tests.analyze.metrics.layers import NAN, centred
 
 

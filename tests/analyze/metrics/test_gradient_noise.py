@@ -20,7 +20,7 @@ from torch.func import functional_call, grad, vmap
 
 import analyze
 import tracer
-from analyze.metrics.gradients.sample_gram import SampleGram, bias_gram, conv_gram, linear_gram
+from analyze.metrics.sample_gram import SampleGram, bias_gram, conv_gram, linear_gram
 from tests.examples import examples
 from tracer import Capture, Collect, Message, MessageError, ModuleMessage, NetworkMessage
 from tracer.messaging.messages import DATA_KINDS
@@ -102,7 +102,7 @@ def layer_of(name: str) -> tuple[nn.Module, tuple[int, ...]]:
 @pytest.mark.parametrize("block", [1 << 22, 50])
 def test_products_are_those_of_per_sample_gradients(name: str, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Inner products, means and second moments of each layer agree with autograd to 1e-12, in blocks of any size."""
-    monkeypatch.setattr("analyze.metrics.gradients.sample_gram._BLOCK", block)
+    monkeypatch.setattr("analyze.metrics.sample_gram._BLOCK", block)
     layer, shape = layer_of(name)
     x = torch.randn(9, *shape, dtype=torch.float64)
     target = torch.randn_like(layer(x))

@@ -9,8 +9,8 @@ import pytest
 
 import analyze
 from analyze.metrics.similarity.cka import frobenius
+from analyze.metrics.similarity.covariance import Joint
 from analyze.metrics.similarity.datapoints import Sheet
-from analyze.metrics.similarity.joint import Joint
 from tests.analyze.metrics.layers import INF, NAN, centred, images, layers
 
 

@@ -12,12 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from analyze import parse
-from analyze.metrics.elementwise.formulas import FORMULAS
-from analyze.metrics.elementwise.norm import Norm
-from analyze.metrics.elementwise.statistics import Statistics
 from analyze.metrics.metric import PerMessage
-from analyze.registry import subscribers
+from analyze.metrics.moments import FORMULAS
+from analyze.metrics.norm import Norm
+from analyze.metrics.statistics import Statistics
+from analyze.registry import parse, subscribers
 from tracer import Message, ModuleMessage
 from tracer.messaging.stacks import Heads, Source, Stack, Stretch
 

@@ -16,9 +16,8 @@ from torch import nn
 
 import analyze
 import tracer
-from analyze.metrics.spectra.operator_norm import OperatorNorm
-from analyze.metrics.spectra.recorded_layers import inferred
-from analyze.metrics.spectra.spectral_norm import STATUSES
+from analyze.metrics.operator_norm import OperatorNorm, inferred
+from analyze.metrics.spectral_norm import STATUSES
 from tests.analyze.metrics.matrices import INF, NAN, message, overtaken, said
 from tracer import MessageError, ModuleMessage
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import analyze
-from analyze.metrics.spectra.power_law import marchenko_pastur_edge, randomized
+from analyze.metrics.power_law import marchenko_pastur_edge, randomized
 from tests.analyze.metrics.matrices import INF, NAN, message, said
 from tracer import MessageError
 

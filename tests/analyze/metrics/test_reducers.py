@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import analyze
-from analyze.metrics.reducing.reducers import KEPT, Reducer
+from analyze.metrics.aggregate import KEPT, Reducer
 from tests.examples import examples
 from tracer import (
     CaptureError,

@@ -10,7 +10,6 @@ import subprocess
 import sys
 from importlib.metadata import EntryPoint
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -102,18 +101,6 @@ def tag_of(subscriber: Subscriber) -> str:
     return "eval" if tag == "!default" else tag or "default"
 
 
-def answers(subscriber: Subscriber, messages: list[Message], *, finish: bool = True) -> list[tuple[Any, ...]]:
-    """What a subscriber says to messages, as values that can be compared."""
-    said = [answer for message in messages for answer in subscriber.receive(message)]
-    if finish:
-        said += subscriber.finish()
-    return [
-        (one.kind, one.key, one.tag, one.epoch, one.train_step, one.global_step, one.call, one.data.numpy().tobytes())
-        for one in said
-        if one.data is not None
-    ]
-
-
 # -- every registered subscriber ----------------------------------------------------------------------------
 
 
@@ -173,18 +160,6 @@ def test_subscriber_says_what_it_declares(name: str) -> None:
     assert {one.global_step for one in heard} <= set(range(5))
     assert {one.tag for one in heard} == {tag_of(subscriber)}
     assert all(bool(torch.isfinite(one.data).all()) for one in heard if one.data is not None)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_subscriber_goes_on_from_its_state(name: str) -> None:
-    """A fresh one that gets the state of another goes on as that one would have, bit for bit."""
-    messages = stream(sorted(registry.parse(name).needs), tag_of(registry.parse(name)), steps=6)
-    begins = next(place for place, message in enumerate(messages) if message.global_step == 3)
-    whole, first, second = (parsed(name) for _ in range(3))
-    expected = answers(whole, messages)
-    said = answers(first, messages[:begins], finish=False)
-    second.load_state_dict(first.state_dict())
-    assert said + answers(second, messages[begins:]) == expected
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in OF_ANSWERS])

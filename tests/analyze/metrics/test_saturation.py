@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import analyze
-from analyze.metrics.spectra.saturation import arranged
+from analyze.metrics.saturation import arranged
 from tests.analyze.metrics.matrices import INF, NAN, message, orthogonal, said
 from tracer import MessageError
 

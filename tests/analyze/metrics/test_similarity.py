@@ -17,7 +17,7 @@ from sklearn.datasets import load_digits, load_iris, load_linnerud
 import analyze
 from analyze.metrics.similarity.bases import basis, leading
 from analyze.metrics.similarity.canonical import compare
-from analyze.metrics.similarity.gathering import ByTriangle
+from analyze.metrics.similarity.similarity import ByTriangle
 from tests.analyze.metrics.layers import FUNCTIONS, INF, NAMES, NAN, STREAMS, centred, chunks, images, layers
 from tracer import MessageError
 

@@ -18,8 +18,9 @@ import analyze
 import tracer
 from analyze.comparing.pairs import Bases
 from analyze.metrics.similarity import similarity
-from analyze.metrics.similarity.bases import STATUSES, Basis, basis
+from analyze.metrics.similarity.bases import Basis, basis
 from analyze.metrics.similarity.canonical import compare, null_baseline
+from analyze.metrics.similarity.datapoints import STATUSES
 from analyze.metrics.similarity.similarity import Similarity
 from analyze.registry import parse
 from tests.analyze.metrics.layers import FUNCTIONS, NAMES, NAN, images, layers, message, said, value_of
@@ -117,7 +118,7 @@ def test_many_neurons_are_not_multiplied_with_each_other(name: str, monkeypatch:
     for number, one in enumerate(messages):
         kept += said(metric, [one], end=False)  # type: ignore[arg-type]
         if number == 14:
-            (state,) = metric.state_dict()["steps"]
+            (state,) = metric.state_dict()["gathered"].values()
             assert all("parts" in group["gathering"] for group in state["groups"])
             metric, old = parse(wish), metric
             metric.load_state_dict(old.state_dict())
@@ -436,7 +437,7 @@ def test_states_of_bases() -> None:
     """A basis is kept as tensors and plain values, and comes back as it was."""
     x, y = layers(0)
     for made in (basis(x), basis(np.zeros((4, 2))), basis(images(0, 3), positions="fourier")):
-        again = Basis.from_state_dict(made.state_dict())
+        again = Basis.of_state(made.state())
         assert (again.k, again.n, again.status, again.rows, again.sizes) == (
             made.k,
             made.n,

@@ -17,15 +17,14 @@ from torch import nn
 
 import analyze
 import tracer
-from analyze.comparing.sketched_pairs import Sketches
-from analyze.metrics.similarity.bases import STATUSES
-from analyze.metrics.similarity.estimates import Columns, jackknifed, kernel_product, sketched, trace_product
-from analyze.metrics.spectra.sketched_rank import moments
+from analyze.comparing.pairs import Sketches
+from analyze.metrics.similarity.datapoints import STATUSES
+from analyze.metrics.similarity.estimates import Columns, jackknifed, kernel_product, moments, sketched, trace_product
 from analyze.registry import parse
 from tests.analyze.metrics.invariances import INVARIANCES
 from tests.analyze.metrics.layers import INF, NAN, SKETCHED, centred, message, said, value_of
 from tracer import Capture, MessageError
-from tracer.observing.sketches import Sketch, projection
+from tracer.observing.reductions import Sketch, projection
 from tracer.replaying.plan import plan
 
 
@@ -398,7 +397,7 @@ def test_what_is_no_matrix_is_not_projected(data: Any) -> None:
 
 def test_all_pairs_are_what_each_pair_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """Values, intervals, nulls and statuses, of sketches, narrow layers, broken ones and others' datapoints."""
-    monkeypatch.setattr("analyze.comparing.sketched_pairs._PRODUCTS", (2 * 16) ** 2)  # blocks of two
+    monkeypatch.setattr("analyze.comparing.pairs._PRODUCTS", (2 * 16) ** 2)  # blocks of two
     random = np.random.default_rng(0)
     z = random.standard_normal((50, 6))
     layers = [np.tanh(step * z) @ random.standard_normal((6, 90)) for step in (0.5, 1, 2)]

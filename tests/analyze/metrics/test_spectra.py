@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import analyze
-from analyze.metrics.similarity import bases
-from analyze.metrics.spectra import spectra
-from analyze.metrics.spectra.spectral_norm import STATUSES
+from analyze.metrics import spectra
+from analyze.metrics.similarity import datapoints
+from analyze.metrics.spectral_norm import STATUSES
 from tests.analyze.metrics.invariances import INVARIANCES
 from tests.analyze.metrics.matrices import INF, NAMES, NAN, message, said, with_spectrum
 from tracer import MessageError
@@ -221,7 +221,7 @@ def test_scopes_and_memories() -> None:
 
 def test_a_status_has_one_number() -> None:
     """What the families have in common has the same number in all, so that one filter fits every status kind."""
-    tables = [spectra.STATUSES, bases.STATUSES, STATUSES]
+    tables = [spectra.STATUSES, datapoints.STATUSES, STATUSES]
     places: dict[str, set[int]] = {}
     for table in tables:
         assert len(set(table)) == len(table)

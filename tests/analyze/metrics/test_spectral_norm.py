@@ -16,9 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import analyze
-from analyze.metrics.spectra import lanczos
-from analyze.metrics.spectra.lanczos import largest, product, seeded
-from analyze.metrics.spectra.spectral_norm import STATUSES
+from analyze.metrics import spectral_norm
+from analyze.metrics.spectral_norm import STATUSES, largest, product, seeded
 from tests.analyze.metrics.matrices import INF, NAN, message, orthogonal, overtaken, said, with_spectrum
 from tests.examples import examples
 from tracer import MessageError
@@ -68,7 +67,7 @@ CACHES = ("in the cache", "larger")
 def cache(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Matrices are multiplied as those that the cache holds, and as larger ones, by two vectors at a time."""
     if request.param == "larger":
-        monkeypatch.setattr(lanczos, "_CACHED", 0)
+        monkeypatch.setattr(spectral_norm, "_CACHED", 0)
 
 
 @pytest.mark.usefixtures("cache")
@@ -220,7 +219,7 @@ def test_the_chance_that_a_direction_hides_is_the_one_that_is_told(
     chance: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of many random vectors, no more than the stated share let a singular value go unseen that is just too large."""
-    monkeypatch.setattr(lanczos, "CHANCE", chance)
+    monkeypatch.setattr(spectral_norm, "CHANCE", chance)
     w, trials, missed = np.diag(np.r_[1.02, 1.0, np.linspace(0, 0.95, 300)]), 400, 0
     for trial in range(trials):
         found = largest(product(w), 302, w.dtype, seeded(trial), tolerance=0.019)
@@ -234,11 +233,11 @@ def test_a_value_that_is_not_shown_is_not_called_converged(monkeypatch: pytest.M
     rng = np.random.default_rng(0)
     w = rng.standard_normal((200, 200))
     for steps, expected in ((2, "corrected"), (45, "certified")):
-        monkeypatch.setattr("analyze.metrics.spectra.spectral_norm.largest", partial(largest, steps=steps))
+        monkeypatch.setattr("analyze.metrics.spectral_norm.largest", partial(largest, steps=steps))
         found = analyze.spectral_norm(w)
         assert (found.status, found.steps) == (expected, steps)
         assert found == pytest.approx(np.linalg.norm(w, 2), rel=1e-6)
-    monkeypatch.setattr("analyze.metrics.spectra.operator_norm._STEPS", 5)
+    monkeypatch.setattr("analyze.metrics.operator_norm._STEPS", 5)
     kernel = rng.standard_normal((3, 3, 3, 3))
     short = analyze.operator_norm(kernel, 8)
     monkeypatch.undo()
@@ -306,7 +305,7 @@ def test_little_memory_is_enough(name: str, dtype: Any, monkeypatch: pytest.Monk
     for step in range(3):
         all_ = largest(product(w), w.shape[1], w.dtype, seeded(name, step), steps=600)
         with monkeypatch.context() as little:
-            little.setattr(lanczos, "_BYTES", 12 * w.shape[1] * w.itemsize)
+            little.setattr(spectral_norm, "_BYTES", 12 * w.shape[1] * w.itemsize)
             few = largest(product(w), w.shape[1], w.dtype, seeded(name, step), steps=600)
         assert few.converged
         assert all_.converged

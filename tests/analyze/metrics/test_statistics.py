@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import analyze
-from analyze.metrics.elementwise import sharing
-from analyze.metrics.elementwise.formulas import FORMULAS, derive, needs_of
-from analyze.metrics.elementwise.sketch import sketch
-from analyze.metrics.elementwise.statistics import channel_axis
+from analyze.metrics import moments as shared_pass
+from analyze.metrics.counts import sketch
+from analyze.metrics.moments import FORMULAS, derive, needs_of
+from analyze.metrics.statistics import channel_axis
 from tests.analyze.metrics.invariances import ELEMENTWISE, INVARIANCES, SUMS
 from tests.analyze.metrics.tensors import INF, NAN, message, of
 from tests.examples import examples
@@ -509,13 +509,13 @@ def test_scales_merge() -> None:
 def test_single_statistics_share_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """Mean, variance and norms that are asked together go through each tensor once, from the second message on."""
     passes: list[int] = []
-    original = sharing.moments
+    original = shared_pass.moments
 
     def counted(x: Any, need: int) -> Moments:
         passes.append(x.size)
         return original(x, need)
 
-    monkeypatch.setattr(sharing, "moments", counted)
+    monkeypatch.setattr(shared_pass, "moments", counted)
     bus, heard = MessageBus(), Collect("weights_*")
     asked = [
         analyze.Mean("weights"),

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import analyze
-from analyze.metrics.reducing import reducers
+from analyze.metrics import aggregate
 from tests.analyze.metrics.tensors import INF, NAN, of
 from tracer import MessageError
 from tracer.numbers.arrays import as_array
@@ -57,7 +57,7 @@ DTYPES = ["float16", "float32", "float64", ">f8", "int8", "int16", "int32", "int
 @pytest.mark.parametrize("dtype", [*DTYPES, "uint64", "bool"])
 def test_quantiles_of_many_numbers_of_every_dtype(dtype: str, gathered: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted by their bits, whether or not few are left to sort, they are NumPy's; strided and far from 0, too."""
-    monkeypatch.setattr("analyze.metrics.elementwise.quantiles._GATHERED", gathered)
+    monkeypatch.setattr("analyze.metrics.statistics._GATHERED", gathered)
     x = many(dtype, 2**18 + 3)
     places = (*PROBABILITIES, 0.3)
     exact = np.quantile(x[np.isfinite(x)].astype(np.float64), places)
@@ -109,7 +109,7 @@ def test_quantiles_of_tensors_convert_parts_only(monkeypatch: pytest.MonkeyPatch
         sizes.append(len(x))
         return as_array(x)
 
-    monkeypatch.setattr("analyze.metrics.elementwise.quantiles.as_array", spied)
+    monkeypatch.setattr("analyze.metrics.statistics.as_array", spied)
     analyze.quantiles(torch.arange(2**20).to(torch.bfloat16), (0.5,))
     assert max(sizes) == BLOCK
 
@@ -118,7 +118,7 @@ def test_quantiles_between_numbers_that_are_far_apart() -> None:
     """Where the difference of two numbers is beyond float64, what lies between them is not."""
     assert analyze.quantiles([-1e308, 1e308], (0, 0.25, 0.5, 1)).tolist() == [-1e308, -5e307, 0, 1e308]
     assert analyze.statistics([-1.5e308, 1.5e308, 1.5e308], "median+q0.25") == {"median": 1.5e308, "q0.25": 0.0}
-    one = reducers.Reducer()
+    one = aggregate.Reducer()
     one.add(np.tile([-1e308, 1e308], 4000))
     assert one.answer(["median"])["median"] == pytest.approx(0, abs=1e305)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import analyze
-from analyze.metrics.elementwise.sketch import sketch
+from analyze.metrics.counts import sketch
 from tests.analyze.metrics.tensors import INF, NAN, message, of
 from tracer import MessageError
 from tracer.numbers.moments import BLOCK

@@ -335,8 +335,8 @@ def test_svcca_keeps_bases_not_activations() -> None:
     narrow = torch.randn(50, 3, generator=torch.Generator().manual_seed(0)) @ torch.randn(3, 2000)
     metric = analyze.SVCCA()
     list(metric.compute(module_message("activations", narrow, tag="probe")))
-    (stream,) = metric.state_dict()["past"]
-    assert stream["kept"][0]["u_nk"].shape == (50, 3)
+    (stream,) = metric.state_dict()["past"].values()
+    assert stream["items"][0]["u_nk"].shape == (50, 3)
     messages = probes(6)
     whole, first, second = analyze.SVCCA(lag=2), analyze.SVCCA(lag=2), analyze.SVCCA(lag=2)
     expected = [float(one.data) for message in messages for one in whole.compute(message)]

@@ -19,13 +19,12 @@ import analyze.rules.tables
 from analyze import registry, rulebook
 from analyze.registry import parse
 from analyze.rules import RULES
-from analyze.rules.by_tables import ByTables
+from analyze.rules.activations import RankCollapse
 from analyze.rules.coverage import Judged
 from analyze.rules.finding import Finding, Severity
-from analyze.rules.rank_collapse import RankCollapse
-from analyze.rules.rule import Rule
-from analyze.rules.table_rule import TableRule
-from analyze.seeing.findings import Findings
+from analyze.rules.rule import Rule, TableRule
+from analyze.rules.tables import ByTables
+from analyze.seeing.check import Findings
 from tracer.errors import MessageError, TracerError, UnknownNameError
 from tracer.messaging.bus import MessageBus
 from tracer.messaging.messages import KINDS, Message, message_of

@@ -14,9 +14,7 @@ from analyze.registry import parse
 from analyze.rules import RULES
 from analyze.rules.finding import Finding, Severity
 from analyze.rules.rule import Rule
-from analyze.seeing.check import check, rules_of
-from analyze.seeing.findings import Checked, Findings
-from analyze.seeing.watch import TrainingStopped, Watch
+from analyze.seeing.check import Checked, Findings, TrainingStopped, Watch, check, rules_of
 from tests.analyze.rules.trainings import AGAIN, FAULTY, HEALTHY, Expected, Training, as_expected
 from tracer.messaging.bus import MessageBus
 from tracer.messaging.messages import KINDS

@@ -1,12 +1,121 @@
-"""A series in bounded memory: what is exact, and what stays of the rest."""
+"""Series in bounded memory: what stands out stays, thinned or not; similarities of layers among them."""
 
 from __future__ import annotations
+
+import itertools
+import math
+import statistics
 
 import numpy as np
 import pytest
 
-from analyze.seeing.course import COLUMNS, Course, Grid
-from analyze.seeing.decimate import against_past, cells
+from analyze.seeing import course
+from analyze.seeing.course import (
+    COLUMNS,
+    LEAST,
+    STEPS,
+    WINDOW,
+    Course,
+    Grid,
+    Matrices,
+    against_past,
+    cells,
+    extremes,
+    width_for,
+)
+
+
+def series(seed: int, count: int = 900) -> tuple[np.ndarray, np.ndarray]:
+    """Steps that repeat and leave out some, and values of which a few are equal, and a few not finite."""
+    draw = np.random.default_rng(seed)
+    steps = np.sort(draw.integers(3, 2000, count))
+    values = np.round(draw.normal(size=count), 1)
+    values[draw.random(count) < 0.02] = np.nan
+    values[draw.random(count) < 0.01] = np.inf
+    values[draw.random(count) < 0.01] = -np.inf
+    return steps, values
+
+
+@pytest.mark.parametrize("width", [1, 7, 64, 5000])
+@pytest.mark.parametrize("seed", range(3))
+def test_extremes_are_those_of_each_bin(seed: int, width: int) -> None:
+    """As a loop over the bins finds them: the first least, the first greatest, the first that is not finite."""
+    steps, values = series(seed)
+    expected = {0, len(steps) - 1}
+    for number in np.unique(steps // width):
+        inside = [at for at in range(len(steps)) if steps[at] // width == number]
+        finite = [at for at in inside if math.isfinite(values[at])]
+        if finite:
+            expected |= {min(finite, key=lambda at: values[at]), max(finite, key=lambda at: values[at])}
+        expected |= set([at for at in inside if not math.isfinite(values[at])][:1])
+    assert extremes(steps, values, width).tolist() == sorted(expected)
+
+
+def test_a_window_stays_whole() -> None:
+    """All that lies between two steps is kept, whatever the width."""
+    steps, values = series(5)
+    kept = set(extremes(steps, values, 10_000, [(500, 540), (1990, 3000)]).tolist())
+    inside = set(np.flatnonzero((steps >= 500) & (steps <= 540) | (steps >= 1990)).tolist())
+    assert inside
+    assert inside <= kept
+    assert len(kept) <= len(inside) + 5
+
+
+def test_nothing_has_no_extremes() -> None:
+    """An empty series gives no positions, and one value gives itself."""
+    assert extremes(np.empty(0, np.int64), np.empty(0), 4).tolist() == []
+    assert extremes(np.array([9]), np.array([np.nan]), 4).tolist() == [0]
+
+
+@pytest.mark.parametrize("by_size", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_cell_holds_its_largest(seed: int, by_size: bool) -> None:
+    """As a loop over the cells finds it."""
+    steps, values = series(seed)
+    found = cells(steps, values, 100, 13, 90, by_size=by_size)
+    assert len(found) == 90
+    for column, cell in enumerate(found):
+        low = 100 + 13 * column
+        inside = [value for step, value in zip(steps, values, strict=True) if low <= step < low + 13]
+        if by_size:
+            inside = [value for value in inside if not math.isnan(value)]
+        if not inside:
+            assert math.isnan(cell)
+        elif not all(map(math.isfinite, inside)):
+            assert cell == math.inf
+        else:
+            assert abs(cell) == max(map(abs, inside)) if by_size else cell == max(inside)
+
+
+@pytest.mark.parametrize("cuts", [[], [1], [3, 40], [100, 101, 130], [20, 40, 60, 80, 250]])
+def test_the_distance_from_the_past_is_that_of_the_median(cuts: list[int]) -> None:
+    """As `statistics.median` of the 32 usable values before has it, however the series comes in parts."""
+    draw = np.random.default_rng(2)
+    values = np.exp(draw.normal(size=300))
+    values[[17, 60, 61, 200]] = [0.0, np.nan, np.inf, -2.0]
+    past: np.ndarray = np.empty(0)
+    found = []
+    for part in np.split(values, cuts):
+        shifts, past = against_past(part, past)
+        found.append(shifts)
+    known: list[float] = []
+    for value, shift in zip(values, np.concatenate(found), strict=True):
+        if not math.isfinite(value):
+            assert shift == math.inf
+        elif value <= 0 or len(known) < LEAST:
+            assert math.isnan(shift)
+        else:
+            assert shift == pytest.approx(math.log2(value) - statistics.median(known[-WINDOW:]), abs=1e-12)
+        if math.isfinite(value) and value > 0:
+            known.append(math.log2(value))
+
+
+def test_columns_are_enough() -> None:
+    """The steps of a run fall into at most so many columns, and into no fewer than half of them."""
+    for length in (1, 2, 99, 100, 101, 12_345):
+        width = width_for(50, 50 + length - 1, 100)
+        assert math.ceil(length / width) <= 100
+        assert width == 1 or math.ceil(length / width) >= 50
 
 
 def course_of(steps: np.ndarray, values: np.ndarray, limit: int, windows: list[tuple[int, int]]) -> Course:
@@ -84,3 +193,75 @@ def test_looking_changes_nothing() -> None:
     for one, other in zip(watched.points(), course_of(steps, values, 512, []).points(), strict=True):
         np.testing.assert_array_equal(one, other)
     np.testing.assert_array_equal(watched.cells, course_of(steps, values, 512, []).cells)
+
+
+def fill(made: Matrices, layers: list[str], steps: list[int]) -> None:
+    """The answers of a symmetric metric: 100 times the step, and 10 times one place and the other's."""
+    for step in steps:
+        for i, j in itertools.combinations(range(len(layers)), 2):
+            for role, more in (("value", 0.0), ("null", 0.5), ("status", 0.25)):
+                made.add(step, f"{layers[i]}|{layers[j]}", role, 100 * step + 10 * i + j + more)  # type: ignore[arg-type] # words
+
+
+def test_each_number_is_at_its_place() -> None:
+    """Of both halves of a symmetric matrix; nothing on the diagonal."""
+    made = Matrices("svcca", is_distance=False, symmetric=True)
+    fill(made, ["a", "b", "c"], [3, 7])
+    steps, layers, numbers = made.points()
+    assert steps.tolist() == [3, 7]
+    assert layers == ["a", "b", "c"]
+    for at, step in enumerate((3, 7)):
+        for i, j in itertools.combinations(range(3), 2):
+            assert numbers["value"][at, i, j] == numbers["value"][at, j, i] == 100 * step + 10 * i + j
+            assert numbers["null"][at, i, j] == 100 * step + 10 * i + j + 0.5
+        assert np.isnan(np.diagonal(numbers["status"][at])).all()
+
+
+def test_what_is_not_symmetric_has_both_halves() -> None:
+    """Each as it was answered; and without companions there are none."""
+    made = Matrices("pwcca", is_distance=False, symmetric=False)
+    made.add(0, "a|b", "value", 1.0)
+    made.add(0, "b|a", "value", 2.0)
+    _, _, numbers = made.points()
+    np.testing.assert_array_equal(numbers["value"][0], [[np.nan, 1], [2, np.nan]])
+    assert list(numbers) == ["value"]
+
+
+def test_a_long_run_keeps_some_steps_evenly() -> None:
+    """So many as are allowed, from the first on, a constant number apart."""
+    made = Matrices("cka", is_distance=False, symmetric=True)
+    fill(made, ["a", "b"], list(range(0, 10_000, 10)))
+    steps, _, numbers = made.points()
+    assert STEPS / 2 <= len(steps) <= STEPS
+    assert len(set(np.diff(steps))) == 1
+    assert steps[0] == 0
+    assert numbers["value"][5, 0, 1] == 100 * steps[5] + 1
+
+
+def test_many_layers_keep_fewer_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The numbers are bounded, and one step is whole."""
+    monkeypatch.setattr(course, "NUMBERS", 2000)
+    made = Matrices("cka", is_distance=False, symmetric=True)
+    fill(made, [f"l{number}" for number in range(20)], list(range(50)))
+    steps, layers, numbers = made.points()
+    assert 1 <= len(steps) * 190 * 3 <= 2000 + 190 * 3
+    assert not np.isnan(numbers["value"][-1][np.triu_indices(len(layers), 1)]).any()
+
+
+def test_layers_may_have_bars_in_their_names() -> None:
+    """Where there are several ways to read a pair, the one whose names are known is right."""
+    layers = ["in", "a|b", "c", "d|"]
+    made = Matrices("cka", is_distance=False, symmetric=True)
+    fill(made, layers, [1])
+    assert made.points().layers == layers
+
+
+def test_a_layer_may_come_late() -> None:
+    """Before it came there is nothing of it."""
+    made = Matrices("cka", is_distance=False, symmetric=True)
+    fill(made, ["a", "b"], [0])
+    fill(made, ["a", "b", "c"], [1])
+    steps, layers, numbers = made.points()
+    assert (len(steps), len(layers)) == (2, 3)
+    assert np.isnan(numbers["value"][0, :, 2]).all()
+    assert numbers["value"][1, 0, 2] == 102

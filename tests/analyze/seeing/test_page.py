@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from analyze.seeing.gather import gather, reference
 from analyze.seeing.gathered import Gathered
 from analyze.seeing.page import page
+from analyze.seeing.report import gather, reference
 from tests.analyze.seeing.runs import HOSTILE, LAYERS, flip, messages, probes, write
 from tracer.messaging.messages import Message, ModuleMessage, NetworkMessage
 from tracer.shown import printable

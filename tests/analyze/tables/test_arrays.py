@@ -12,7 +12,7 @@ import torch
 
 import analyze
 from analyze.metrics import BUILT_IN
-from analyze.metrics.similarity.bases import STATUSES
+from analyze.metrics.similarity.datapoints import STATUSES
 from analyze.tables.arrays import UNITS
 from tracer.errors import MessageError, TracerError, UnknownNameError
 from tracer.messaging.messages import DEFAULT_TAG, message_of

@@ -19,8 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import tracer
 from tracer import Capture, CaptureError, Certificate, Message
-from tracer.recording.certifying.fingerprint import fingerprint
-from tracer.recording.certifying.verdict import Step, Steps, compare
+from tracer.recording.certifying.certify import Step, Steps, compare, fingerprint
 from tracereel.main import main
 
 

@@ -14,7 +14,7 @@ import pytest
 
 import tracer
 from tests import processes
-from tracer.recording.certifying.dry_run import _due
+from tracer.recording.certifying.rehearsal import _due
 
 ROOT = Path(__file__).parents[3]
 

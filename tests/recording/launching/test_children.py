@@ -17,10 +17,10 @@ import tracer
 from tests import processes
 from tracer import Capture
 from tracer.errors import TraceExistsError
-from tracer.recording.family import Member
-from tracer.recording.launching import children
+from tracer.recording.launching.program import Record, can_be_told
 from tracer.recording.launching.session import Recipe, run_child
 from tracer.recording.options import Options
+from tracer.recording.own_part import Member
 from tracer.stores.locations import location
 from tracer.trace.claiming import Process, claim
 
@@ -229,12 +229,12 @@ def test_a_rank_is_recorded_once(tmp_path: Path) -> None:
 def test_what_a_new_interpreter_can_be_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No function without a name, and not where the script's folder has a module of this package's name."""
 
-    def record(capture: Capture) -> children.Record:
+    def record(capture: Capture) -> Record:
         recipe = Recipe("train.py", location(tmp_path / "run.zarr"), (capture,), Options())
         return functools.partial(run_child, recipe)
 
-    assert children.can_be_told(record(Capture()))
-    assert not children.can_be_told(record(Capture(condition=lambda step: step > 1)))
+    assert can_be_told(record(Capture()))
+    assert not can_be_told(record(Capture(condition=lambda step: step > 1)))
     (tmp_path / "tracer.py").touch()
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert not children.can_be_told(record(Capture()))
+    assert not can_be_told(record(Capture()))

@@ -12,7 +12,7 @@ from torch import nn
 
 import tracer
 from tests.recording.launching.recorded_scripts import record, script
-from tracer.observing.optimizers import Optimizers
+from tracer.observing.guesses.optimizers import Optimizers
 
 
 def test_an_optimizer_for_each_parameter(tmp_path: Path) -> None:

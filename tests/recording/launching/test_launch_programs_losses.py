@@ -10,7 +10,7 @@ import pytest
 
 import tracer
 from tests.recording.launching.recorded_programs import of, printed, record, run, script, values
-from tracer.observing.pytorch.loss_functions import LOSS_FUNCTIONS
+from tracer.observing.pytorch.patches import LOSS_FUNCTIONS
 
 LOSSES = """
 out, probabilities, other, one = net(x), net(x).sigmoid(), net(-x), torch.ones(20, 3)

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 import tracer
 from tests import processes
 from tracer.errors import CaptureError
-from tracer.recording.launching.launchers import Launcher, launcher_of, refuse_other_languages
+from tracer.recording.launching.program import ScriptLauncher, launcher_of, refuse_other_languages
 from tracereel.main import main
 
 ROOT = Path(__file__).parents[3]
@@ -42,7 +42,7 @@ def test_launchers_are_known_by_their_names(
     program: str, module: str | None, found: tuple[str, str, str] | None
 ) -> None:
     """Whatever folder they are in, and as modules."""
-    expected = None if found is None else Launcher(found[0], found[1], tuple(found[2].split()))
+    expected = None if found is None else ScriptLauncher(found[0], found[1], tuple(found[2].split()))
     assert launcher_of(program.split(), module) == expected
 
 
@@ -126,7 +126,7 @@ def test_scripts_of_python_are_scripts(head: str, tmp_path: Path) -> None:
 def test_the_file_that_launchers_start_hides_nothing(tmp_path: Path) -> None:
     """The script's own modules are found, though files beside that one are called the same."""
     names = [path.stem for path in (ROOT / "tracereel").glob("[a-z]*.py")]
-    assert {"errors", "options", "main"} <= set(names)
+    assert {"command", "options", "main"} <= set(names)
     for name in names:
         (tmp_path / f"{name}.py").write_text("own = True\n")
     script = tmp_path / "scripts" / "train.py"

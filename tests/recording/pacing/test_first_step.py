@@ -13,9 +13,9 @@ import tracer
 from tests import processes
 from tests.recording.pacing.trainings import mlp
 from tracer import profile
+from tracer.recording import pacer
 from tracer.recording.budget import ROW_BYTES, stored_bytes
-from tracer.recording.pacing import first_step
-from tracer.recording.pacing.first_step import Outlook
+from tracer.recording.pacer import Outlook
 
 SCRIPT = """
 import torch
@@ -45,9 +45,9 @@ def outlook(path: Path, steps: int, **settings: Any) -> list[Outlook]:
 @pytest.mark.parametrize("capture", ["full", "standard", "light"])
 def test_bytes_a_step_are_those_of_many(capture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Told once, after the first step; keyframes, which that one has, count as often as they will come."""
-    monkeypatch.setattr(first_step, "free_bytes", lambda folder: 12345)
+    monkeypatch.setattr(pacer, "free_bytes", lambda folder: 1 << 50)
     (told,) = outlook(tmp_path / "run.zarr", 200, capture=profile(capture))
-    assert told.free_bytes == 12345
+    assert told.free_bytes == 1 << 50
     with tracer.open(tmp_path / "run.zarr") as trace:
         sizes = [
             0 if one.data is None else stored_bytes(tuple(one.data.shape), one.data.itemsize) for one in trace.folded()

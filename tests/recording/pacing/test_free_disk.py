@@ -13,8 +13,8 @@ import torch
 
 import tracer
 from tests.recording.pacing.trainings import mlp, recorded, train
-from tracer.recording.pacing import free_disk
-from tracer.recording.pacing.free_disk import MOST, SHARE, FreeDisk, disk_of
+from tracer.recording import pacer
+from tracer.recording.pacer import MOST, SHARE, FreeDisk, disk_of
 from tracer.stores.locations import location
 
 
@@ -35,7 +35,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.parametrize("suffix", ["zarr", "h5"])
 def test_a_disk_is_never_filled(suffix: str, small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The trace is complete up to a step, and says why it ends there; so is the training."""
-    monkeypatch.setattr(free_disk, "_EVERY_BYTES", 1)
+    monkeypatch.setattr(pacer, "_EVERY_BYTES", 1)
     torch.manual_seed(0)
     model = torch.nn.Linear(400, 400)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -50,7 +50,7 @@ def test_a_disk_is_never_filled(suffix: str, small_disk: Path, monkeypatch: pyte
             optimizer.step()
         assert run.recorder not in run.bus.receivers
         assert run.global_step == 100
-    assert free_disk.free_bytes(small_disk) > floor / 2
+    assert pacer.free_bytes(small_disk) > floor / 2
     with tracer.open(path) as trace:
         assert trace.status == "finished"
         (stopped,) = [note["stopped"] for note in trace.notes if "stopped" in note]
@@ -87,8 +87,8 @@ def test_a_keyframe_that_does_not_fit_ends_the_recording_before_it(suffix: str, 
 def test_what_is_held_is_still_written(bounds: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside another bound, too, for which a step's messages wait until it is over."""
     left = iter([10**12] * 3 + [0] * 100)
-    monkeypatch.setattr(free_disk, "_EVERY_SECONDS", 0)
-    monkeypatch.setattr(free_disk, "free_bytes", lambda folder: next(left))
+    monkeypatch.setattr(pacer, "_EVERY_SECONDS", 0)
+    monkeypatch.setattr(pacer, "free_bytes", lambda folder: next(left))
     with pytest.warns(RuntimeWarning, match="ends before global step 4, for which min_free_disk"):
         model, optimizer, inputs, labels = mlp()
         with tracer.record(
@@ -105,7 +105,7 @@ def test_what_is_held_is_still_written(bounds: dict[str, str], tmp_path: Path, m
 
 def test_zero_does_not_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor is there a disk to look at behind a URL."""
-    monkeypatch.setattr(free_disk, "free_bytes", lambda folder: 0)
+    monkeypatch.setattr(pacer, "free_bytes", lambda folder: 0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         train(tmp_path / "run.zarr", mlp, 5, min_free_disk=0)

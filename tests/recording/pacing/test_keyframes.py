@@ -11,11 +11,9 @@ import torch
 from torch import nn
 
 import tracer
-from tracer.observing.profiles import options_of
-from tracer.observing.spreading import EACH_DOUBLING
-from tracer.recording.pacing.keyframes import KeyframeSpread
-from tracer.recording.pacing.overhead import OverheadBound
-from tracer.recording.pacing.schedule import Schedule
+from tracer.observing.profiles import EACH_DOUBLING, options_of
+from tracer.recording.bounds import KeyframeSpread, OverheadBound
+from tracer.recording.schedule import Schedule
 
 
 def keyframes(free: int, size: int, steps: int, every: int = 50) -> list[int]:

@@ -17,10 +17,10 @@ from tests.recording.pacing.trainings import PROGRAMS, recorded, scheduled, trai
 from tracer import NetworkMessage, profile
 from tracer.messaging.bus import MessageBus
 from tracer.observing.pytorch.gate import Meter
-from tracer.recording.pacing import overhead
-from tracer.recording.pacing.overhead import OverheadBound
-from tracer.recording.pacing.pacer import Pacer
-from tracer.recording.pacing.schedule import Schedule
+from tracer.recording import bounds
+from tracer.recording.bounds import OverheadBound
+from tracer.recording.pacer import Pacer
+from tracer.recording.schedule import Schedule
 
 
 class MadeUp:
@@ -79,8 +79,8 @@ class MadeUp:
 def paced(run: MadeUp, monkeypatch: pytest.MonkeyPatch, **more: Any) -> tuple[Schedule, Pacer]:
     """What bounds a made-up training that records the profile ``standard`` to 5 %, by its own clocks."""
     made_up: Any = run
-    monkeypatch.setattr(overhead, "thread_time", lambda: run.thread)
-    monkeypatch.setattr(overhead, "process_time", lambda: run.thread + run.cpu_seconds)
+    monkeypatch.setattr(bounds, "thread_time", lambda: run.thread)
+    monkeypatch.setattr(bounds, "process_time", lambda: run.thread + run.cpu_seconds)
     schedule = Schedule(profile("standard"))
     run.dues.at = lambda step: len(schedule.due(step))
     bound = OverheadBound(0.05, schedule, made_up, made_up, **{"probes": SimpleNamespace(seconds=0.0), **more})

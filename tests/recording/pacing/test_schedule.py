@@ -9,8 +9,7 @@ from torch import nn
 
 from tracer import Capture, Exporter, profile
 from tracer.messaging.messages import DATA_KINDS
-from tracer.recording.pacing.costs import Costs, next_factor
-from tracer.recording.pacing.schedule import GROUPS, Schedule, group_of
+from tracer.recording.schedule import GROUPS, Costs, Schedule, group_of, next_factor
 
 CAPTURES = {
     "full": (Capture(),),

@@ -13,9 +13,9 @@ from click.testing import CliRunner
 import tracer
 from tests.recording.pacing.trainings import PROGRAMS, bytes_on_disk, mlp, recorded, scheduled, train
 from tracer import Capture, NetworkMessage, profile
+from tracer.recording.bounds import BytesBound
 from tracer.recording.budget import BASE_BYTES, MOST_LEFT_OUT, NOTES_BYTES, Budget
-from tracer.recording.pacing.schedule import Schedule
-from tracer.recording.pacing.thinning import BytesBound
+from tracer.recording.schedule import Schedule
 from tracereel.main import main
 
 FORMATS = ("zarr", "h5")

@@ -12,9 +12,9 @@ import pytest
 
 import tracer
 from tests.recording.reenacting.test_reenact import trace, values
-from tracer.observing.hashes import hash_of
 from tracer.observing.profiles import settings_of
-from tracer.recording.reenacting.comparison import Coverage, Verdict
+from tracer.observing.reductions import hash_of
+from tracer.recording.reenacting.comparison import Covered, Verdict
 from tracer.recording.reenacting.recorded import COMPARABLE
 
 SCRIPT = """
@@ -258,8 +258,8 @@ def test_an_earlier_verdict_proves_nothing_more() -> None:
 def test_a_verdict_is_the_same_in_a_trace() -> None:
     """Through JSON, with all that it tells."""
     coverage = (
-        Coverage("loss", ((3, 5),), "all"), Coverage("weights", ((3, 4),), "given"),
-        Coverage("weights", ((4, 5),), "none"), Coverage("activations", ((3, 5),), "some"),
+        Covered("loss", ((3, 5),), "all"), Covered("weights", ((3, 4),), "given"),
+        Covered("weights", ((4, 5),), "none"), Covered("activations", ((3, 5),), "some"),
     )  # fmt: skip
     verdict = Verdict(0, (3, 5), 9, 9, True, None, coverage, 2, 4, ("AdamW's lr is 0.02 …",))
     assert Verdict.of(json.loads(json.dumps(verdict.describe()))) == verdict

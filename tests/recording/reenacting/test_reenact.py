@@ -25,9 +25,9 @@ from tests.recording.reenacting.scripts import HEAD, SCRIPTS, TWO_RANKS
 from tracer import CaptureError, Collect
 from tracer.messaging.messages import STATE_KINDS
 from tracer.observing.capture import DEFAULT_KINDS
-from tracer.observing.hashes import hash_of
-from tracer.recording.pacing.bound import Wish
-from tracer.recording.pacing.overhead import OverheadBound
+from tracer.observing.reductions import hash_of
+from tracer.recording.bounds import OverheadBound
+from tracer.recording.schedule import Wish
 
 ROOT = Path(__file__).parents[3]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -17,7 +17,7 @@ import tracer
 from tests.recording.reenacting.scripts import HEAD, SCRIPTS, TWO_RANKS
 from tests.recording.reenacting.test_reenact import trace, values
 from tracer.messaging.messages import STATE_KINDS
-from tracer.observing.hashes import hash_of
+from tracer.observing.reductions import hash_of
 
 OWN_LOSS = """
 x, y = torch.randn(61, 6), torch.randn(61, 3)

@@ -15,7 +15,7 @@ import tracer
 from tests.recording.reenacting.scripts import HEAD
 from tests.recording.reenacting.test_reenact import KEYFRAMES, again, trace, values
 from tracer.messaging.messages import STATE_KINDS
-from tracer.observing.hashes import hash_of
+from tracer.observing.reductions import hash_of
 
 MODELS = {
     "two models": """

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections import deque
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -16,10 +17,82 @@ import torch
 from torch import Tensor
 
 from tracer.errors import raised_by_signal, warn_only
-from tracer.observing.device.changes import Changes, Watched, version_of
-from tracer.observing.device.launching import BYTES, LIKE, Launcher, Rows
-from tracer.observing.device.operations import statistics_by_operations
-from tracer.observing.hashes import hash_of, text_of
+from tracer.observing.device.launching import BYTES, LIKE, KernelLauncher, StoredRows, statistics_by_operations
+from tracer.observing.reductions import hash_of, text_of
+
+
+class WatchedTensor(NamedTuple):
+    """A tensor that may be changed in place.
+
+    Attributes
+    ----------
+    tensor : torch.Tensor
+    version, address : int
+        Of the tensor when it was first seen.
+    key : hashable
+        What it has in common with tensors of other steps.
+    number : int
+        By which the owner knows it.
+    """
+
+    tensor: Tensor
+    version: int
+    address: int
+    key: Hashable
+    number: int
+
+    @property
+    def changed(self) -> bool:
+        """Whether the tensor has been changed."""
+        return version_of(self.tensor) != self.version or self.tensor.data_ptr() != self.address
+
+
+class InPlaceChanges:
+    """Observes the first tensor of each key, to know whether its tensors are changed in place.
+
+    Parameters
+    ----------
+    most_bytes : int
+        A tensor is observed until the others that are observed after it have this many bytes.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most = most_bytes
+        self._calm: dict[Hashable, bool] = {}
+        self._observed: deque[WatchedTensor] = deque()
+        self._bytes = 0
+
+    def calm(self, key: Hashable) -> bool | None:
+        """Whether no tensor of the key was changed; None if none has been observed to the end."""
+        return self._calm.get(key)
+
+    def observe(self, one: WatchedTensor) -> None:
+        """Begin to observe a tensor."""
+        self._observed.append(one)
+        self._bytes += one.tensor.nbytes
+        while self._bytes - self._observed[0].tensor.nbytes > self._most:
+            self._judge()
+
+    def found(self, one: WatchedTensor) -> None:
+        """Note that a tensor was changed."""
+        self._calm[one.key] = False
+
+    def finish(self) -> None:
+        """End all observations."""
+        while self._observed:
+            self._judge()
+        self._bytes = 0
+
+    def _judge(self) -> None:
+        one = self._observed.popleft()
+        self._bytes -= one.tensor.nbytes
+        self._calm[one.key] = self._calm.get(one.key, True) and not one.changed
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was changed in place; 0 of an inference tensor, which does not count."""
+    return 0 if tensor.is_inference() else tensor._version
+
 
 TYPES: Final = {"cuda"}
 """The types of the devices whose tensors are read there; in tests that of the CPU."""
@@ -35,7 +108,7 @@ _CONVERTED: Final = {
 }
 """The other dtypes whose statistics the kernels compute, and what they are converted to."""
 
-_launchers: dict[torch.device, Launcher | None] = {}
+_launchers: dict[torch.device, KernelLauncher | None] = {}
 
 
 def stays(tensor: Tensor) -> bool:
@@ -49,7 +122,7 @@ def stays(tensor: Tensor) -> bool:
 
 
 def hash_on_device(tensor: Tensor) -> Tensor:
-    """The hash of a tensor that `stays` on its device, as `tracer.observing.hashes.hash_of` defines it; int64 ()."""
+    """The hash of a tensor that `stays` on its device, as `tracer.observing.reductions.hash_of`; int64 ()."""
     found = _asked(tensor, "hash")
     return torch.tensor(hash_of(tensor)) if found is None else found
 
@@ -63,15 +136,15 @@ def statistics_on_device(tensor: Tensor) -> Tensor:
     return statistics_by_operations(tensor) if found is None else found
 
 
-class _Asked(NamedTuple):
+class _AskedTensor(NamedTuple):
     """The table with the reading of the tensor that was asked for last."""
 
     tensor: weakref.ref[Tensor]
     version: int
-    table: Table
+    table: DeviceTable
 
 
-_last: list[_Asked] = []
+_last: list[_AskedTensor] = []
 
 
 def _asked(tensor: Tensor, what: str) -> Tensor | None:
@@ -80,26 +153,26 @@ def _asked(tensor: Tensor, what: str) -> Tensor | None:
     last = _last.pop() if _last else None  # used again only once: memory may change without a new version
     if last is not None and last.tensor() is tensor and last.version == version:
         return last.table.made(what, [0])[0]
-    table = Table(tensor.device, most_bytes=0)
+    table = DeviceTable(tensor.device, most_bytes=0)
     if table.read(tensor) is None:
         return None
-    _last.append(_Asked(weakref.ref(tensor), version, table))
+    _last.append(_AskedTensor(weakref.ref(tensor), version, table))
     return table.made(what, [0])[0]
 
 
 class Noted(NamedTuple):
     """A tensor that is read later: the number of its reading in a table."""
 
-    table: Table
+    table: DeviceTable
     number: int
 
 
-class _Reading(NamedTuple):
+class _DeviceReading(NamedTuple):
     """What is known of a tensor that was noted: the text of its hash, and the rows for hash and statistics."""
 
     text: bytes
-    hashed: Rows
-    counted: Rows
+    hashed: StoredRows
+    counted: StoredRows
 
 
 class _Waiting(NamedTuple):
@@ -111,11 +184,11 @@ class _Waiting(NamedTuple):
     number: int
     plain: Tensor
     flat: Tensor
-    rows: Rows
+    rows: StoredRows
     earlier: Tensor | None = None
 
 
-class Table:
+class DeviceTable:
     """Notes the tensors of a device and reads them together.
 
     A tensor that is noted is read later, with others. A tensor that the training changes in place before that is read
@@ -133,15 +206,15 @@ class Table:
     def __init__(self, device: torch.device, most_bytes: int | None = None) -> None:
         self.device = device
         self._most = most_bytes if most_bytes is not None else memory_of(device) >> _SHARE
-        self._readings: list[_Reading] = []
+        self._readings: list[_DeviceReading] = []
         self._answers: dict[int, tuple[Tensor, Tensor]] = {}  # hash and statistics of what the kernels failed at
         self._lost: dict[int, str] = {}
         # what waits, by dtype, and how many bytes; what has a key; the copies to make
         self._waiting: dict[str, list[_Waiting]] = {}
         self._bytes = 0
-        self._deferred: list[Watched] = []
+        self._deferred: list[WatchedTensor] = []
         self._copies: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
-        self._changes = Changes(self._most)
+        self._changes = InPlaceChanges(self._most)
         # the memory for rows, the address of the next, how many are left, and the streams that write to them
         self._chunks: list[Tensor] = []
         self._next = self._left = 0
@@ -177,7 +250,7 @@ class Table:
         if dtype in _CONVERTED:
             wide = _CONVERTED[dtype]
             counted = self._note(launcher, number, plain, flat.to(wide), LIKE[wide])
-        self._readings.append(_Reading(text_of(dtype, plain.shape), hashed, counted))
+        self._readings.append(_DeviceReading(text_of(dtype, plain.shape), hashed, counted))
         if key is not None and flat is plain:
             self._watch(plain, address, key, number)
         if self._bytes > self._most:
@@ -196,7 +269,7 @@ class Table:
         self._follow_stream()
         number = len(self._readings)
         rows = self._note(launcher, number, now.detach(), before, like, before)
-        self._readings.append(_Reading(text_of(now.dtype, now.shape), rows, rows))
+        self._readings.append(_DeviceReading(text_of(now.dtype, now.shape), rows, rows))
         if self._bytes > self._most:
             self.flush()
         return number
@@ -209,8 +282,14 @@ class Table:
         return copied
 
     def _note(
-        self, launcher: Launcher, number: int, plain: Tensor, flat: Tensor, like: str, earlier: Tensor | None = None
-    ) -> Rows:
+        self,
+        launcher: KernelLauncher,
+        number: int,
+        plain: Tensor,
+        flat: Tensor,
+        like: str,
+        earlier: Tensor | None = None,
+    ) -> StoredRows:
         """Let a tensor wait; returns the rows that are made for it."""
         nbytes = flat.nbytes
         count = -(-nbytes // launcher.piece_bytes)
@@ -218,7 +297,7 @@ class Table:
             self._left = max(count, _CHUNK)
             self._chunks.append(launcher.space(self._left))
             self._next = self._chunks[-1].data_ptr()
-        rows = Rows(self._next, count)
+        rows = StoredRows(self._next, count)
         self._next += count * launcher.row_bytes
         self._left -= count
         self._waiting.setdefault(like, []).append(_Waiting(number, plain, flat, rows, earlier))
@@ -229,11 +308,11 @@ class Table:
         """Let a tensor wait, or read it at once."""
         calm = self._changes.calm(key)
         if calm and not tensor.is_inference():  # which has no version
-            self._deferred.append(Watched(tensor, tensor._version, address, key, number))
+            self._deferred.append(WatchedTensor(tensor, tensor._version, address, key, number))
             return
         self.flush()
         if calm is None:
-            self._changes.observe(Watched(tensor, version_of(tensor), address, key, number))
+            self._changes.observe(WatchedTensor(tensor, version_of(tensor), address, key, number))
 
     # -- reading --------------------------------------------------------------------------------------------
 
@@ -294,7 +373,7 @@ class Table:
         Parameters
         ----------
         what : str
-            ``"hash"``: as `tracer.observing.hashes.hash_of` defines it, int64 (readings,).
+            ``"hash"``: as `tracer.observing.reductions.hash_of` defines it, int64 (readings,).
             ``"statistics"``: the entries of `tracer.numbers.statistics.statistics_of`, float64 (readings, 16).
         numbers : sequence of int
         """
@@ -330,7 +409,7 @@ class Table:
         elsewhere = last is not None and last != torch.cuda.current_stream(self.device)
         return torch.cuda.stream(last) if elsewhere else contextlib.nullcontext()
 
-    def _ready(self) -> Launcher | None:
+    def _ready(self) -> KernelLauncher | None:
         """The launcher, when the rows are there for what is launched on the current stream."""
         self.flush()
         if self._streams:
@@ -349,11 +428,11 @@ def memory_of(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).total_memory
 
 
-def launcher_of(device: torch.device) -> Launcher | None:
+def launcher_of(device: torch.device) -> KernelLauncher | None:
     """The launcher of a device; None if there are no kernels, which a warning has said."""
     if device not in _launchers:
         try:
-            _launchers[device] = Launcher(device)
+            _launchers[device] = KernelLauncher(device)
         except Exception as error:  # from Triton, a compiler or a driver
             if not _is_theirs(error):
                 raise

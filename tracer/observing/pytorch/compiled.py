@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, library, nn
 
 from tracer import walking
-from tracer.observing.pytorch.leaves import Named, arguments_of, collect
+from tracer.observing.pytorch.tensors import NamedTensors, arguments_of, collect
 
 SUPPORTED = hasattr(library, "_register_effectful_op") and hasattr(torch.compiler, "is_exporting")
 """Whether torch has operators with effects, as 2.13 does. Without them, hooks stay silent in compiled regions."""
@@ -27,7 +27,7 @@ Ticket: TypeAlias = "tuple[int, int, int, int, int, int]"
 """Identifies a call of a step by numbers: call, global step, train step, epoch, batch, number of the tag."""
 
 
-class Hook(Protocol):
+class GraphHook(Protocol):
     """The interface of a hook on a module."""
 
     name: str
@@ -53,7 +53,7 @@ class Hook(Protocol):
         """Note that messages of a kind are missing."""
 
 
-hooks: weakref.WeakValueDictionary[str, Hook] = weakref.WeakValueDictionary()
+hooks: weakref.WeakValueDictionary[str, GraphHook] = weakref.WeakValueDictionary()
 """The hooks that graphs call, by their names in the graph. The operators of a hook that is gone do nothing."""
 
 NOBODY: Ticket = (-1, 0, 0, 0, 0, 0)
@@ -76,7 +76,7 @@ TOO_LATE = (
 )
 
 
-def name_hook(hook: Hook, name: str) -> str:
+def name_hook(hook: GraphHook, name: str) -> str:
     """Let graphs call a hook by a name, and return the name; empty if operators are not supported."""
     if not SUPPORTED:
         return ""
@@ -153,7 +153,7 @@ def unseen_regions(compiled: Iterable[str], hooked: Iterable[str], silent: Colle
 # -- while a graph is traced ----------------------------------------------------------------------------------
 
 
-def observe_in_graph(hook: Hook, module: nn.Module, args: Any, kwargs: Any, output: Any = None) -> Any:
+def observe_in_graph(hook: GraphHook, module: nn.Module, args: Any, kwargs: Any, output: Any = None) -> Any:
     """Put the operators for a call of a module into the graph; returns the replacement of `output`, if any.
 
     Dynamo traces this function. It therefore uses only what Dynamo supports, and branches on nothing that changes from
@@ -198,7 +198,7 @@ def observe_in_graph(hook: Hook, module: nn.Module, args: Any, kwargs: Any, outp
     return _rebuilt(output, iter(replaced))
 
 
-def _passed_on(hook: Hook, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+def _passed_on(hook: GraphHook, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
     """In a checkpoint, operators with effects cannot be recomputed: pass the output through one without effects."""
     if hook.of_root or hook.sees_inputs or not isinstance(output, Tensor):
         return None
@@ -372,7 +372,7 @@ def _observe(tensors: list[Tensor], site: str, names: str, grad: bool, without: 
     hook = hooks.get(site)
     numbers = NOBODY
     if hook is not None:
-        found = Named(zip(names.split("\n"), tensors, strict=True)) if tensors else Named()
+        found = NamedTensors(zip(names.split("\n"), tensors, strict=True)) if tensors else NamedTensors()
         with torch.set_grad_enabled(grad):  # identifies a training pass; a compiled graph runs without gradients
             hook(hook.on, (), found, *(() if hook.sees_inputs else (found,)))
         numbers = hook.ticket()
@@ -414,31 +414,24 @@ def _ticket_like(*_: Any) -> Tensor:
     return torch.empty(len(NOBODY), dtype=torch.int64, device="cpu")
 
 
+def _passed_like(tensor: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(tensor), _ticket_like()
+
+
+def _gradient_like(gradient: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(gradient)
+
+
 _OPERATORS: tuple[tuple[str, str, Any, Any], ...] = (
-    (
-        "observe",
-        "(Tensor[] tensors, str site, str names, bool grad, str without) -> Tensor",
-        _observe,
-        _ticket_like,
-    ),
+    ("observe", "(Tensor[] tensors, str site, str names, bool grad, str without) -> Tensor", _observe, _ticket_like),
     (
         "observe_gradient",
         "(Tensor gradient, Tensor ticket, str site, str leaf) -> Tensor",
         _observe_gradient,
         _ticket_like,
     ),
-    (
-        "pass_on",
-        "(Tensor tensor, str site, bool grad) -> (Tensor, Tensor)",
-        _pass_on,
-        lambda tensor, *_: (torch.empty_like(tensor), _ticket_like()),
-    ),
-    (
-        "pass_on_gradient",
-        "(Tensor gradient, Tensor ticket, str site) -> Tensor",
-        _pass_on_gradient,
-        lambda gradient, *_: torch.empty_like(gradient),
-    ),
+    ("pass_on", "(Tensor tensor, str site, bool grad) -> (Tensor, Tensor)", _pass_on, _passed_like),
+    ("pass_on_gradient", "(Tensor gradient, Tensor ticket, str site) -> Tensor", _pass_on_gradient, _gradient_like),
 )
 """Name, schema, implementation, and a function that gives the result's metadata without running it."""
 _QUALIFIED = [f"tracereel::{name}" for name, *_ in _OPERATORS]

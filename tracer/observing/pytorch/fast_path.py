@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from tracer import walking
-from tracer.observing.pytorch.hanging import Hanging
-from tracer.observing.pytorch.hooks import Hook, Role
+from tracer.observing.pytorch.hooks import Hanging, Hook, Role
 
 Layer = nn.TransformerEncoderLayer
 Hung = tuple[Any, Hanging]

@@ -11,14 +11,8 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass, _len_torch_dispatch_stack, _len_torch_function_stack
 
-from tracer.messaging.messages import DEFAULT_TAG
-from tracer.observing.pytorch.modes import without_modes
-
-
-class Numbered(Protocol):
-    """The hook on the gradient of an input, which gets the number of its call when the call ends."""
-
-    call: int
+from tracer.messaging.messages import DEFAULT_TAG, EVAL_TAG
+from tracer.observing.pytorch.autograd import without_modes
 
 
 class OpenCall(NamedTuple):
@@ -27,8 +21,8 @@ class OpenCall(NamedTuple):
     path: str
     copies: list[tuple[str, Tensor]]
     """Its inputs, each with its leaf."""
-    hooks: Sequence[Numbered]
-    """The hooks on the gradients of its inputs."""
+    hooks: Sequence[Any]
+    """The hooks on the gradients of its inputs, each of which gets the call's number as `call` when the call ends."""
 
 
 class Pass:
@@ -46,6 +40,11 @@ class Pass:
         self.inside = False  # whether hooks inside the model have work in it
         self.counts: dict[str, int] | None = None  # counts its calls, if nothing else is done with them
         self.inputs: list[OpenCall] = []
+
+    def ignore(self) -> None:
+        """Let hooks have no work in the forward that begins, which is no pass."""
+        self.listening = self.inside = False
+        self.tag, self.counts = EVAL_TAG, None
 
     def count(self, path: str) -> None:
         """Count a call that nobody records, so that later calls in the evaluation have the right numbers."""

@@ -27,9 +27,9 @@ from tracer.observing.profiles import OUTCOMES
 from tracer.observing.publisher import PROBED
 from tracer.recording import termination
 from tracer.recording.launching.program import Program
-from tracer.recording.launching.session import Recipe, Session, watching
+from tracer.recording.launching.session import Recipe, ScriptSession, watching
 from tracer.recording.options import Options
-from tracer.recording.run import Run
+from tracer.recording.recording import Run
 from tracer.stores.locations import Anywhere, Location, location
 from tracer.stores.opening import backend_of
 from tracer.trace.claiming import check_target, heads, refuse_living, this_process
@@ -90,9 +90,9 @@ def run(
     # import the libraries now: the script may log imports
     backend_of(target)
     Compression(options.compression).load(plainly=target.suffix.lower() == ".zarr")
-    if options.probe and not any(one.kinds is None or {*one.kinds} & {*PROBED} for one in captures):
+    if options.probe and not any(capture.kinds is None or {*capture.kinds} & {*PROBED} for capture in captures):
         raise CaptureError(f"a probe gives {', '.join(PROBED)}, and the capture takes none of them")
-    session = Session(Recipe(program.script, target, tuple(captures), options), receivers)
+    session = ScriptSession(Recipe(program.script, target, tuple(captures), options), receivers)
     error: BaseException | None = None
     program.become_main(main)
     with contextlib.ExitStack() as stack:
@@ -147,7 +147,7 @@ def captures_of(settings: Sequence[Mapping[str, Any]]) -> tuple[Capture, ...]:
     would outweigh the training's. Several captures without tags are taken as they are.
     """
     captures = tuple(map(Capture.from_mapping, settings))
-    if sum(one.tags is None for one in captures) != 1:
+    if sum(capture.tags is None for capture in captures) != 1:
         return captures
     return tuple(part for one in captures for part in lighter_on_evaluation(one))
 
@@ -180,7 +180,7 @@ def _check_target(target: Location, options: Options) -> None:
 
 
 def _end_late(
-    session: Session,
+    session: ScriptSession,
     watching: contextlib.ExitStack,
     error: BaseException | None,
     ended: Callable[[], None] | None,

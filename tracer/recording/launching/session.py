@@ -1,4 +1,4 @@
-"""`Session`: records the training of a script, or of a process that the script started."""
+"""`ScriptSession`: records the training of a script, or of a process that the script started."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -22,19 +22,76 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from tracer.errors import CaptureError, TraceError
 from tracer.messaging.receiver import Receiver
 from tracer.observing.capture import Capture
-from tracer.observing.pytorch.hanging import before_any_step
-from tracer.observing.pytorch.loss_functions import LOSS_FUNCTIONS
+from tracer.observing.pytorch.hooks import before_any_step
+from tracer.observing.pytorch.patches import LOSS_FUNCTIONS, Differentiating
 from tracer.recording import termination
-from tracer.recording.family import Member
-from tracer.recording.launching import children
-from tracer.recording.launching.epochs import Epochs
-from tracer.recording.launching.stand_ins import called_as, replaced, telling, telling_backward
-from tracer.recording.launching.trained import TrainedModels
+from tracer.recording.launching.program import can_be_told, may_train, recording_process
+from tracer.recording.launching.trained import ScriptEpochs, TrainedModels
 from tracer.recording.options import Options
-from tracer.recording.recording import concluded, end, observer, start
-from tracer.recording.run import Run
+from tracer.recording.own_part import Member
+from tracer.recording.recording import Run, concluded, end, observer, start
 from tracer.stores.locations import Location
 from tracer.trace.claiming import of_launch
+
+
+@contextmanager
+def replaced(owner: type, name: str, ours: Any) -> Iterator[None]:
+    """Replace an attribute inside this context; on exit, restore the original even if the attribute has changed again.
+
+    Examples
+    --------
+    >>> class Owner:
+    ...     name = "theirs"
+    >>> with replaced(Owner, "name", "ours"):
+    ...     Owner.name
+    'ours'
+    >>> Owner.name
+    'theirs'
+    """
+    original = vars(owner).get(name)
+    setattr(owner, name, ours)
+    try:
+        yield
+    finally:
+        if original is None:  # the attribute was inherited
+            delattr(owner, name)
+        else:
+            setattr(owner, name, original)
+
+
+def called_as(original: Callable[..., Any], stand_in: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a stand-in the name, the docstring and the signature of a function."""
+    return functools.update_wrapper(stand_in, original, ("__name__", "__doc__"), ())
+
+
+def telling(original: Callable[..., None], tell: Callable[[Any], None]) -> Callable[..., None]:
+    """A method that calls ``tell(self)`` after the original has returned."""
+
+    def told(owner: Any, *args: Any, **kwargs: Any) -> None:
+        original(owner, *args, **kwargs)
+        tell(owner)
+
+    return called_as(original, told)
+
+
+def telling_backward(begins: Callable[[Tensor], None], ended: Callable[[], None]) -> Callable[..., None]:
+    """A ``Tensor.backward`` that reports its begin and its end, but not those of nested calls."""
+    original: Callable[..., None] = Tensor.backward
+    running = Differentiating()
+
+    def backward(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+        if running.now:
+            original(tensor, *args, **kwargs)
+            return
+        begins(tensor)
+        running.now = True
+        try:
+            original(tensor, *args, **kwargs)
+        finally:
+            running.now = False
+        ended()
+
+    return called_as(original, backward)
 
 
 @dataclass(frozen=True)
@@ -62,7 +119,7 @@ class Recipe:
 
 def run_child(recipe: Recipe, work: Callable[[], None]) -> None:
     """Run the work of a process that a recorded script started, and record its training."""
-    session = Session(recipe)
+    session = ScriptSession(recipe)
     error: BaseException | None = None
     try:
         with watching(session):
@@ -79,7 +136,7 @@ def run_child(recipe: Recipe, work: Callable[[], None]) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-class Session:
+class ScriptSession:
     """Lets an exporter observe the training of a script; `watching` tells it what the script makes and does.
 
     Parameters
@@ -109,7 +166,7 @@ class Session:
         exporter.parts.optimizers.found = True
         self.run: Run = start(recipe.out, exporter, receivers, options, member=recipe.member)
         exporter.parts.clock.starting = self._begin(exporter.parts.clock.starting)
-        self.epochs = Epochs(exporter)
+        self.epochs = ScriptEpochs(exporter)
         self._by_hand = 0  # calls of `backward` before the first optimizer
         self._others = False  # whether the script started processes that are not recorded
         self._children = 0  # processes that it started and that are recorded, if they train
@@ -243,11 +300,11 @@ class Session:
         ours = os.getpid() == self.pid and not recipe.member.number and recipe.member.process().related
         member = recipe.member.child(self._children + 1)
         record = functools.partial(run_child, replace(recipe, name=f"{recipe.name}, {process.name},", member=member))
-        if not (ours and children.may_train(process) and children.can_be_told(record)):
+        if not (ours and may_train(process) and can_be_told(record)):
             self._others = True
             return contextlib.nullcontext()
         self._children += 1
-        return children.recorded(process, record, self._exporter.detach)
+        return recording_process(process, record, self._exporter.detach)
 
     def follow(self, tell: Callable[..., None], *told: Any) -> None:
         """Call a method of `epochs`; a failure does not reach the script."""
@@ -278,7 +335,7 @@ class Session:
 
 
 @contextlib.contextmanager
-def watching(session: Session) -> Iterator[None]:
+def watching(session: ScriptSession) -> Iterator[None]:
     """Inside this context, tell a session of calls to the few functions of torch that every training uses.
 
     SIGTERM raises `SystemExit` inside this context.
@@ -304,7 +361,7 @@ def watching(session: Session) -> Iterator[None]:
         yield
 
 
-def _loader_iter(session: Session, original: Callable[..., Any]) -> Callable[..., Any]:
+def _loader_iter(session: ScriptSession, original: Callable[..., Any]) -> Callable[..., Any]:
     def __iter__(loader: DataLoader[Any]) -> Any:
         session.follow(session.epochs.begins, loader)
         iterator = original(loader)
@@ -315,7 +372,7 @@ def _loader_iter(session: Session, original: Callable[..., Any]) -> Callable[...
     return called_as(original, __iter__)
 
 
-def _loader_next(session: Session, original: Callable[..., Any]) -> Callable[..., Any]:
+def _loader_next(session: ScriptSession, original: Callable[..., Any]) -> Callable[..., Any]:
     def __next__(iterator: Any) -> Any:
         session.follow(session.epochs.drawn, iterator)
         try:
@@ -329,7 +386,7 @@ def _loader_next(session: Session, original: Callable[..., Any]) -> Callable[...
     return called_as(original, __next__)
 
 
-def _start(session: Session, original: Callable[..., None]) -> Callable[..., None]:
+def _start(session: ScriptSession, original: Callable[..., None]) -> Callable[..., None]:
     def start(process: Any) -> None:
         with session.process_starts(process):
             original(process)

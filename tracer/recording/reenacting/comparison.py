@@ -11,8 +11,8 @@ from torch import Tensor
 
 from tracer.messaging.messages import DEFAULT_TAG, Message, kept_of
 from tracer.messaging.receiver import Receiver
-from tracer.observing.hashes import hash_of
-from tracer.recording.reenacting.recorded import COMPARABLE, OF_STATE, Place, Recorded, RecordedStep
+from tracer.observing.reductions import hash_of
+from tracer.recording.reenacting.recorded import COMPARABLE, OF_STATE, Recorded, RecordedStep, TensorPlace
 
 Outcome: TypeAlias = Literal["identical", "partial", "different", "unfinished"]
 
@@ -33,7 +33,7 @@ def steps_named(steps: tuple[int, int]) -> str:
 
 
 @dataclass(frozen=True)
-class Departure:
+class FirstDifference:
     """The first value of a re-enactment that differs from the recorded value.
 
     Attributes
@@ -56,7 +56,7 @@ class Departure:
     by: float | None = None
 
     def __str__(self) -> str:
-        place = Place(self.kind, self.module, self.leaf, self.call)
+        place = TensorPlace(self.kind, self.module, self.leaf, self.call)
         if self.missing:
             return f"{place} of step {self.step:,} did not come"
         if self.kind == "input_data":  # recorded inputs are given as recorded, so a different input is the data set's
@@ -65,7 +65,7 @@ class Departure:
         return f"{place} of step {self.step:,} is different{size}"
 
 
-class Coverage(NamedTuple):
+class Covered(NamedTuple):
     """How the values of a kind were compared in some of the requested steps.
 
     Attributes
@@ -98,9 +98,9 @@ class Verdict:
         the bit. Values that the re-enactment was given as recorded are not counted.
     complete : bool
         Whether all steps were run.
-    first : Departure or None
+    first : FirstDifference or None
         The first difference.
-    coverage : tuple of Coverage
+    coverage : tuple of Covered
         What of the requested steps was compared, and what was not.
     after : int or None
         How many values were compared in the step after the last, which the last update determines; None if that step
@@ -116,8 +116,8 @@ class Verdict:
     compared: int
     equal: int
     complete: bool
-    first: Departure | None = None
-    coverage: tuple[Coverage, ...] = ()
+    first: FirstDifference | None = None
+    coverage: tuple[Covered, ...] = ()
     after: int | None = None
     state: int = 0
     replaced: tuple[str, ...] = ()
@@ -141,7 +141,7 @@ class Verdict:
         return self.outcome == "identical"
 
     @property
-    def uncompared(self) -> tuple[Coverage, ...]:
+    def uncompared(self) -> tuple[Covered, ...]:
         """The kinds of which some or all values were compared with nothing, in some of the requested steps."""
         return tuple(one for one in self.coverage if one.how in ("some", "none"))
 
@@ -208,9 +208,9 @@ class Verdict:
         return cls(
             **fields,
             steps=tuple(told["steps"]),
-            first=None if first is None else Departure(**first),
+            first=None if first is None else FirstDifference(**first),
             coverage=tuple(
-                Coverage(one["kind"], tuple((start, stop) for start, stop in one["steps"]), one["how"])
+                Covered(one["kind"], tuple((start, stop) for start, stop in one["steps"]), one["how"])
                 for one in told.get("coverage", ())
             ),
             after=told.get("after"),
@@ -219,13 +219,13 @@ class Verdict:
         )
 
 
-def _listed(some: Sequence[Coverage]) -> str:
+def _listed(some: Sequence[Covered]) -> str:
     """Kinds and their steps; kinds with the same steps together.
 
     Examples
     --------
     >>> one = ((51, 53),)
-    >>> _listed([Coverage("weights", one, "all"), Coverage("biases", one, "all"), Coverage("loss", ((3, 4),), "all")])
+    >>> _listed([Covered("weights", one, "all"), Covered("biases", one, "all"), Covered("loss", ((3, 4),), "all")])
     'weights, biases in steps 51 to 52; loss in step 3'
     """
     kinds: dict[tuple[tuple[int, int], ...], list[str]] = defaultdict(list)
@@ -262,7 +262,7 @@ def _ranges(steps: Iterable[int]) -> tuple[tuple[int, int], ...]:
     return tuple(found)
 
 
-class Comparison(Receiver):
+class StepComparison(Receiver):
     """Compares the messages of a re-enactment with a recording.
 
     Parameters
@@ -291,11 +291,11 @@ class Comparison(Receiver):
         self._steps = steps
         self._step_over = step_over
         self._compared = self._equal = self._of_step = 0
-        self._came: set[Place] = set()  # what the open step has computed
-        self._seen: set[Place] = set()  # what of it was compared, or given as recorded
-        self._given: set[Place] = set()
-        self._covered: dict[tuple[str, str], list[int]] = defaultdict(list)  # steps, by kind and `Coverage.how`
-        self._first: Departure | None = None
+        self._came: set[TensorPlace] = set()  # what the open step has computed
+        self._seen: set[TensorPlace] = set()  # what of it was compared, or given as recorded
+        self._given: set[TensorPlace] = set()
+        self._covered: dict[tuple[str, str], list[int]] = defaultdict(list)  # steps, by kind and `Covered.how`
+        self._first: FirstDifference | None = None
         self._after: int | None = None
         self._state = 0
         self.last = -1
@@ -315,7 +315,7 @@ class Comparison(Receiver):
 
     def _compare(self, message: Message, data: Tensor, found: RecordedStep) -> None:
         kind, held = kept_of(message.kind)
-        place, step = Place(kind, message.key, message.leaf, message.call), message.global_step
+        place, step = TensorPlace(kind, message.key, message.leaf, message.call), message.global_step
         if kind in COMPARABLE and held != "statistics":
             self._came.add(place)
         if held == "hash" and kind in OF_STATE and place in found.state and step != self._keyframe:
@@ -337,7 +337,7 @@ class Comparison(Receiver):
         self._of_step += 1
         self._equal += same
         if not same and self._first is None:
-            self._first = Departure(step, kind, message.key, message.leaf, message.call, by=by)
+            self._first = FirstDifference(step, kind, message.key, message.leaf, message.call, by=by)
 
     def _end(self, step: int) -> None:
         """Count recorded values of a step that the re-enactment did not give, and computed ones that were compared."""
@@ -347,7 +347,7 @@ class Comparison(Receiver):
             if place not in self._seen:
                 self._compared += 1
                 if self._first is None:
-                    self._first = Departure(step, place.kind, place.module, place.leaf, place.call, missing=True)
+                    self._first = FirstDifference(step, place.kind, place.module, place.leaf, place.call, missing=True)
         if step == stop:
             self._after = self._of_step
         elif start <= step < stop:
@@ -357,8 +357,8 @@ class Comparison(Receiver):
                     self._covered[kind, self._how(came)].append(step)
         self._came, self._seen, self._given, self._of_step, self.last = set(), set(), set(), 0, step
 
-    def _how(self, came: set[Place]) -> str:
-        """`Coverage.how` of some values of the open step."""
+    def _how(self, came: set[TensorPlace]) -> str:
+        """`Covered.how` of some values of the open step."""
         if came <= self._given:
             return "given"
         return "all" if came <= self._seen else "some" if came & self._seen else "none"
@@ -378,7 +378,7 @@ class Comparison(Receiver):
             self._equal,
             complete=self.last >= self._steps[1] - 1,
             first=self._first,
-            coverage=tuple(Coverage(kind, _ranges(steps), how) for (kind, how), steps in self._covered.items()),  # type: ignore[arg-type]
+            coverage=tuple(Covered(kind, _ranges(steps), how) for (kind, how), steps in self._covered.items()),  # type: ignore[arg-type]
             after=self._after,
             state=self._state,
         )

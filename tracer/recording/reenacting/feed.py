@@ -1,14 +1,17 @@
-"""Feeds a script with a recorded run: a keyframe's state, then each step's inputs, labels and hyperparameters."""
+"""Feeds a script with a recorded run: a keyframe's state, then each step's data; notes what the script has changed."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, Final, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, is_grad_enabled, nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.amp.grad_scaler import GradScaler
 from torch.compiler import is_dynamo_compiling
@@ -19,19 +22,191 @@ from tracer import walking
 from tracer.errors import CaptureError
 from tracer.format.placement import local
 from tracer.observing.exporter import Exporter
+from tracer.observing.guesses.batches import Pulls
 from tracer.observing.pytorch import generators
-from tracer.observing.pytorch.hanging import before_any_step
-from tracer.observing.pytorch.leaves import arguments_of
+from tracer.observing.pytorch.hooks import before_any_step
 from tracer.observing.pytorch.loaders import LOADERS
-from tracer.observing.pytorch.loss_functions import output_and_labels
-from tracer.observing.pytorch.optimizer_states import SCALE, put_state, scale_of, set_hyperparameters, set_scale
-from tracer.observing.pytorch.tensors import leaves
-from tracer.observing.pytorch.wrappers import unwrap
+from tracer.observing.pytorch.optimizer_states import (
+    SCALE,
+    hyperparameters,
+    put_state,
+    scale_of,
+    set_hyperparameters,
+    set_scale,
+)
+from tracer.observing.pytorch.patches import output_and_labels
+from tracer.observing.pytorch.structure import unwrap
+from tracer.observing.pytorch.tensors import arguments_of, leaves
+from tracer.observing.reductions import hash_of
 from tracer.observing.state import LEFT, SCALER
-from tracer.recording.launching.stand_ins import replaced
-from tracer.recording.reenacting.batches import Batches
-from tracer.recording.reenacting.changes import Changes, alike
-from tracer.recording.reenacting.recorded import Keyframe, Place, Recorded, RecordedStep
+from tracer.recording.launching.session import replaced
+from tracer.recording.reenacting.recorded import BatchOf, Keyframe, Recorded, RecordedStep, TensorPlace
+
+
+@final
+class ScriptChanges:
+    """Compares what a script brings with what the run had, as far as the two are of the same step of the training.
+
+    A script that is run again begins with its own first step, and then gets the recorded steps. So its hyperparameters
+    are compared until recorded ones have replaced them; if the recorded steps are the run's first, at every step.
+
+    Parameters
+    ----------
+    recorded : Recorded
+    start : int
+        The global step that the script's first step counts as.
+
+    Attributes
+    ----------
+    told : list of str
+        A sentence for each change; a change is told once.
+    """
+
+    def __init__(self, recorded: Recorded, start: int) -> None:
+        self.told: list[str] = []
+        self._recorded = recorded
+        self._start = start
+        # a script that resumes a training does not begin with the first step of the run
+        self._begins_alike = len(recorded.trace.attempts) <= 1
+        self._replaced: set[str] = set()  # places whose hyperparameters were replaced
+        self._known: set[str] = set()
+        self._of_step: tuple[int, dict[str, dict[str, float]]] = -1, {}  # a step, and its recorded hyperparameters
+
+    def threads(self) -> None:
+        """Compare the number of threads that PyTorch computes with."""
+        was, now = self._recorded.trace.header.get("threads"), torch.get_num_threads()
+        if isinstance(was, int) and was != now:
+            self._tell("threads", f"PyTorch computes with {now} threads, and did with {was} in the run")
+
+    def optimizer(self, optimizer: Optimizer, place: int, step: int, *, fed: bool) -> None:
+        """Compare the hyperparameters of an optimizer that is about to take a global step; `fed`: a recorded one."""
+        groups = optimizer.param_groups
+        for number, group in enumerate(groups):
+            of_group = f" of group {number}" if len(groups) > 1 else ""
+            name = f"{type(optimizer).__name__}'s "
+            self._numbers(f"{place}.{number}", hyperparameters(group), f"{name}{{}}{of_group}", step, fed=fed)
+
+    def scaler(self, numbers: Sequence[float], step: int) -> None:
+        """Compare the state of a GradScaler that is about to scale its first loss of a global step."""
+        # the script's second step may have another scale, because its first had other data than the run's
+        self._numbers(SCALER, dict(zip(SCALE, numbers, strict=True)), "GradScaler's {}", step, fed=True)
+
+    def _numbers(self, place: str, now: dict[str, float], called: str, step: int, *, fed: bool) -> None:
+        if self._begins_alike and (not self._start or place not in self._replaced):
+            own = step - self._start
+            if own != self._of_step[0]:
+                self._of_step = own, self._recorded.hyperparameters(own)
+            was = self._of_step[1].get(place, {})
+            for name in {**was, **now} if was else ():
+                said = f"{called.format(name)} is {{}} in step {own:,} of the script"
+                self._number(place, name, now.get(name), was.get(name), said)
+        if fed:
+            self._replaced.add(place)
+
+    def _number(self, place: str, name: str, now: float | None, was: float | None, said: str) -> None:
+        if now == was or (now is not None and was is not None and math.isnan(now) and math.isnan(was)):
+            return
+        value, recorded = ("not set" if one is None else repr(one) for one in (now, was))
+        put_back = "; the recorded value took its place" if was is not None else ""
+        key = f"{place}.{name.removeprefix('initial_')}"
+        self._tell(key, f"{said.format(value)}, and was {recorded} in the run{put_back}")
+
+    def data(self, what: str, leaf: str, own: Tensor, given: Tensor, step: int) -> None:
+        """Compare inputs or labels of the script with the recorded ones of the same datapoints."""
+        if not alike(own, given):
+            self._tell(
+                f"{what}.{leaf}",
+                f"{what}{f' {leaf}' if leaf else ''} of the datapoints of step {step:,} are others in the script, "
+                "because its data has changed or is drawn at random; the recorded ones took their place",
+            )
+
+    def _tell(self, key: str, sentence: str) -> None:
+        if key not in self._known:
+            self._known.add(key)
+            self.told.append(sentence)
+
+
+def alike(one: Tensor, other: Any) -> bool:
+    """Whether two tensors are equal to the bit, in dtype, shape and numbers."""
+    return isinstance(other, Tensor) and hash_of(one) == hash_of(other)
+
+
+class Batches:
+    """Chooses the datapoints of each batch that a training draws: those of the recorded forward it will be used in.
+
+    That forward follows from the step, the step's forwards so far, and the number of batches that were drawn and not
+    yet used. The script's own batches are kept in eval mode, without gradients, under a tag, and if the data set is too
+    small to have the recorded datapoints.
+
+    Parameters
+    ----------
+    recorded : sequence of BatchOf
+        The sample ids of the recorded forwards, in order.
+    exporter : Exporter
+    """
+
+    def __init__(self, recorded: Sequence[BatchOf], exporter: Exporter) -> None:
+        self.gate = exporter.parts.gate
+        self._recorded = recorded
+        self._exporter = exporter
+        self._steps = [one.step for one in recorded]
+        self._places = {(one.step, one.model, one.call): place for place, one in enumerate(recorded)}
+        self._pulls = Pulls()
+        self._next = 0  # the place of the next forward
+
+    # -- what DataLoaders ask and tell ------------------------------------------------------------------------
+
+    def chosen(self, iterator: Any) -> Sequence[int] | None:
+        """The datapoints of the next batch; None: the script's own."""
+        if not self._is_training:
+            return None
+        batch = next(islice(self._coming(), len(self._pulls.waiting), None), None)
+        return None if batch is None or not _can_have(iterator._dataset, batch.ids) else batch.ids
+
+    def pulled(self, iterator: object, ids: Sequence[int], batch: Any) -> None:
+        """Note a batch that was drawn."""
+        if self._is_training:
+            self._pulls.add(iterator, ids, batch, self._exporter.parts.forwards.seen)
+
+    @property
+    def _is_training(self) -> bool:
+        passes, models = self._exporter.parts.passes, self._exporter.parts.models
+        return is_grad_enabled() and any(passes.is_training(top) for _, top in models.tops)
+
+    def _coming(self) -> Iterator[BatchOf]:
+        """The batches of the next forwards; a batch that consecutive forwards share comes once."""
+        place = max(self._next, bisect_left(self._steps, self._exporter.parts.clock.step))
+        before: Sequence[int] | None = None
+        for one in self._recorded[place:]:
+            if one.ids != before:
+                yield one
+            before = one.ids
+
+    # -- what the model is given ------------------------------------------------------------------------------
+
+    def forward_begins(self, name: str, call: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Note a training forward of a model: `call` is its number in the step.
+
+        Returns whether it uses a batch of the datapoints that the recorded forward used.
+        """
+        place = self._places.get((self._exporter.parts.clock.step, name, call))
+        forwards = None if name else self._exporter.parts.forwards.seen
+        pulled = self._pulls.of_forward(arguments_of(args, kwargs), forwards)
+        if place is None:
+            return False
+        if pulled is None:
+            self._pulls.use_first()
+        self._next = place + 1
+        return pulled is not None and list(pulled.ids) == self._recorded[place].ids
+
+
+def _can_have(dataset: Any, ids: Sequence[int]) -> bool:
+    """Whether a data set is large enough to have the datapoints `ids`."""
+    try:
+        count = len(dataset)
+    except (TypeError, NotImplementedError):
+        return True
+    return all(-count <= one < count for one in ids)
 
 
 class Ended(SystemExit):
@@ -66,19 +241,12 @@ class Feed:
         Whether the script is to be ended before it continues the training.
     refusal : CaptureError or None
         Why the script was ended, if it could not be fed.
-    changes : Changes
+    changes : ScriptChanges
         What the script has otherwise than the run.
     """
 
     def __init__(
-        self,
-        recorded: Recorded,
-        keyframe: Keyframe,
-        wanted: int,
-        stop: int,
-        exporter: Exporter,
-        *,
-        own_steps: int,
+        self, recorded: Recorded, keyframe: Keyframe, wanted: int, stop: int, exporter: Exporter, *, own_steps: int
     ) -> None:
         self._recorded = recorded
         self._keyframe = keyframe
@@ -87,12 +255,12 @@ class Feed:
         self._batches: Batches | None = None
         self._exporter = exporter
         self._restored = False
-        self._counts = Counts()
+        self._counts = StepCounts()
         self._ahead = False  # whether the inputs of the next forward are already fed
         self.over = False
         self.refusal: CaptureError | None = None
         self._first = max(0, keyframe.at.global_step - own_steps)
-        self.changes = Changes(recorded, self._first)
+        self.changes = ScriptChanges(recorded, self._first)
         self._same = False  # whether the last forward had the datapoints of the recorded forward
 
     @contextlib.contextmanager
@@ -148,7 +316,7 @@ class Feed:
             self.changes.threads()
         step = clock.began.global_step if clock.open else clock.step
         if step != self._counts.step:
-            self._counts = Counts(step)
+            self._counts = StepCounts(step)
         at = self._now.at
         if at is not None and not clock.open:
             self._exporter.parts.steps.go_on_in_epoch(at.train_step, at.epoch)
@@ -186,7 +354,7 @@ class Feed:
             there = [
                 (leaf, one)
                 for leaf, one in there
-                if leaf in given or Place("input_data", None, leaf, own_call) not in found.hashes
+                if leaf in given or TensorPlace("input_data", None, leaf, own_call) not in found.hashes
             ]
         if there and not given:
             part = " (only a part of each was)" if "input_data" in found.in_part else ""
@@ -292,7 +460,7 @@ def feeding_compiled(feed: Callable[[nn.Module, tuple[Any, ...], Mapping[str, An
         yield
 
 
-class Counts:
+class StepCounts:
     """Counts the forwards and losses of a step so far."""
 
     def __init__(self, step: int = -1) -> None:

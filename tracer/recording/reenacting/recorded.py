@@ -13,7 +13,7 @@ from tracer.errors import CaptureError
 from tracer.format.journal import Column
 from tracer.messaging.messages import DATA_KINDS, DEFAULT_TAG, EVAL_MODE, KINDS, Message, clock_of, kept_of
 from tracer.observing.clock import At
-from tracer.observing.hashes import hash_of
+from tracer.observing.reductions import hash_of
 from tracer.stores.locations import Anywhere, location
 from tracer.trace.claiming import this_process
 from tracer.trace.reader import TraceReader
@@ -28,7 +28,7 @@ _EXACT = ("loss", "loss_terms")
 """Kinds whose values are compared, because captures keep no hashes of them."""
 
 
-class Place(NamedTuple):
+class TensorPlace(NamedTuple):
     """The place of a tensor in a step."""
 
     kind: str
@@ -92,11 +92,11 @@ class RecordedStep:
         By optimizer group (``optimizer.group``) or GradScaler (``scaler``), then by name.
     in_part : set of str
         Kinds of which only a part of each tensor was kept.
-    values : dict of Place to Tensor
+    values : dict of TensorPlace to Tensor
         Whole losses, to compare with.
-    hashes : dict of Place to int
+    hashes : dict of TensorPlace to int
         Hashes of everything else that was kept whole or as a hash.
-    state : dict of Place to int
+    state : dict of TensorPlace to int
         Hashes of the buffers and optimizer states at the beginning of the step.
     """
 
@@ -107,9 +107,9 @@ class RecordedStep:
     generators: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     hyperparameters: dict[str, dict[str, float]] = field(default_factory=dict)
     in_part: set[str] = field(default_factory=set)
-    values: dict[Place, Tensor] = field(default_factory=dict)
-    hashes: dict[Place, int] = field(default_factory=dict)
-    state: dict[Place, int] = field(default_factory=dict)
+    values: dict[TensorPlace, Tensor] = field(default_factory=dict)
+    hashes: dict[TensorPlace, int] = field(default_factory=dict)
+    state: dict[TensorPlace, int] = field(default_factory=dict)
 
     def add(self, message: Message) -> None:
         """Add a message of the step."""
@@ -129,16 +129,16 @@ class RecordedStep:
         elif kept_of(kind)[0] in COMPARABLE:
             self._add_value(message, data)
         elif kind in OF_STATE:
-            self.state[Place(kind, message.key, message.leaf, message.call)] = hash_of(data)
+            self.state[TensorPlace(kind, message.key, message.leaf, message.call)] = hash_of(data)
 
-    def gives(self, place: Place) -> bool:
+    def gives(self, place: TensorPlace) -> bool:
         """Whether a re-enactment is given this value as recorded, instead of computing it."""
         given = {"input_data": self.inputs, "input_labels": self.labels}.get(place.kind, {})
         return place.leaf in given.get(place.call, {})
 
     def _add_value(self, message: Message, data: Tensor) -> None:
         kind, held = kept_of(message.kind)
-        place = Place(kind, message.key, message.leaf, message.call)
+        place = TensorPlace(kind, message.key, message.leaf, message.call)
         if held == "hash":
             self.hashes[place] = int(data)
         elif held != "data":
@@ -219,7 +219,9 @@ class Recorded:
     @property
     def modules(self) -> list[str]:
         """The paths of the recorded modules and parameters."""
-        return sorted({one.module for one in self.trace.streams if one.module is not None and one.tag == DEFAULT_TAG})
+        return sorted(
+            {stream.module for stream in self.trace.streams if stream.module is not None and stream.tag == DEFAULT_TAG}
+        )
 
     @property
     def has_samples(self) -> bool:
@@ -228,7 +230,7 @@ class Recorded:
 
     @property
     def _observed(self) -> set[str]:
-        return {kept_of(one.kind)[0] for one in self.trace.streams if one.tag == DEFAULT_TAG and one.count}
+        return {kept_of(stream.kind)[0] for stream in self.trace.streams if stream.tag == DEFAULT_TAG and stream.count}
 
     def keyframes(self) -> list[int]:
         """The global steps that have a keyframe, ascending."""
@@ -290,9 +292,9 @@ class Recorded:
         """The sample ids of the training forwards in a range of steps, in order."""
         messages = self.trace.messages("sample_ids", steps=(start, stop), tags=DEFAULT_TAG, ranks=self._ranks)
         return [
-            BatchOf(one.global_step, one.leaf, one.call, one.data.tolist())
-            for one in messages
-            if one.data is not None and not _is_part(one.sampling)
+            BatchOf(message.global_step, message.leaf, message.call, message.data.tolist())
+            for message in messages
+            if message.data is not None and not _is_part(message.sampling)
         ]
 
     def in_eval_mode(self, start: int, stop: int) -> frozenset[int]:
@@ -300,7 +302,7 @@ class Recorded:
         if EVAL_MODE not in self._observed:
             return frozenset()
         messages = self.trace.messages(EVAL_MODE, steps=(start, stop), tags=DEFAULT_TAG, ranks=self._ranks)
-        return frozenset(one.global_step for one in messages)
+        return frozenset(message.global_step for message in messages)
 
     def step(self, number: int) -> RecordedStep:
         """The recording of a training step; the last result is cached."""

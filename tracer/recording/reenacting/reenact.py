@@ -1,8 +1,9 @@
-"""`reenact` and `reenact_script`: run steps of a recorded run again, and record whatever is wanted now."""
+"""`reenact`: runs steps of a recorded run again, and records what is wanted now; `probe_script`: late probes."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import glob
 import math
 import os
@@ -11,22 +12,24 @@ from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from tracer.errors import CaptureError
+from tracer.errors import CaptureError, UnknownNameError
 from tracer.messaging.messages import DATA_KINDS, DEFAULT_TAG, KINDS, clock_of
 from tracer.messaging.receiver import Around, Receiver
 from tracer.observing.capture import DEFAULT_KINDS, Capture
-from tracer.recording.environment import REHEARSAL
+from tracer.observing.exporter import Exporter
+from tracer.observing.probes import PROBE
+from tracer.observing.publisher import PROBED
 from tracer.recording.launching.program import Program
 from tracer.recording.launching.script import run
-from tracer.recording.options import Options
-from tracer.recording.recording import record
-from tracer.recording.reenacting.comparison import Comparison, Verdict, steps_named
-from tracer.recording.reenacting.feed import Ended, Feed
+from tracer.recording.options import REHEARSAL, Options
+from tracer.recording.recording import Run, record
+from tracer.recording.reenacting.comparison import StepComparison, Verdict, steps_named
+from tracer.recording.reenacting.feed import Ended, Feed, restore
 from tracer.recording.reenacting.recorded import COMPARABLE, OF_STATE, Keyframe, Recorded, recorded_run
-from tracer.recording.run import Run
 from tracer.stores.locations import Anywhere
 from tracer.trace.reader import TraceReader
 
@@ -38,7 +41,7 @@ _OR_IDS = ", or sample_ids and a hash of input_data, if a DataLoader gives the i
 
 
 @dataclass(frozen=True)
-class Plan:
+class ReenactmentPlan:
     """The steps to run again, and the keyframe to begin with.
 
     Attributes
@@ -69,7 +72,7 @@ class Plan:
 
 def plan_of(
     recorded: Recorded, steps: tuple[int, int], *, allow_different: bool = False, with_data: bool = True
-) -> Plan:
+) -> ReenactmentPlan:
     """Plan how to run steps of a recorded run again.
 
     Parameters
@@ -116,14 +119,14 @@ def plan_of(
             )
     after = recorded.kept_by_each_rank(stop)  # ranks wait for each other, so all of them run it or none
     goes_on = all(one and _lacking(one, with_data=with_data) is None for one in after)
-    return Plan(recorded, keyframe, steps, stop + goes_on)
+    return ReenactmentPlan(recorded, keyframe, steps, stop + goes_on)
 
 
 def _no_inputs(trace: TraceReader) -> str:
     """Why a run has no inputs, although they were asked for; "" if it has some, or the reason is not known."""
     problems = [note["problem"] for note in trace.notes if isinstance(note.get("problem"), Mapping)]
     unseen = ("input_data", "the forward of the model")
-    return next((str(one.get("why")) for one in problems if one.get("what") in unseen), "")
+    return next((str(problem.get("why")) for problem in problems if problem.get("what") in unseen), "")
 
 
 def _lacking(kept: Mapping[str, bool], *, with_data: bool) -> str | None:
@@ -133,7 +136,7 @@ def _lacking(kept: Mapping[str, bool], *, with_data: bool) -> str | None:
     return next((kind for kind in needed if not kept.get(kind)), None)
 
 
-def captures_for(plan: Plan, asked: Sequence[Capture]) -> tuple[Capture, ...]:
+def captures_for(plan: ReenactmentPlan, asked: Sequence[Capture]) -> tuple[Capture, ...]:
     """The captures of a re-enactment: the user's, hashes of what can be compared, and sample ids if the run has them.
 
     Of the requested steps every value is hashed, so that the verdict can name what was compared with nothing.
@@ -160,19 +163,19 @@ class Reenactment:
 
     Parameters
     ----------
-    plan : Plan
+    plan : ReenactmentPlan
     allow_different : bool
         Whether to continue after the first value that differs from the recorded value.
 
     Attributes
     ----------
-    comparison : Comparison
+    comparison : StepComparison
         Listens to the training.
     """
 
-    def __init__(self, plan: Plan, *, allow_different: bool) -> None:
+    def __init__(self, plan: ReenactmentPlan, *, allow_different: bool) -> None:
         self.plan = plan
-        self.comparison = Comparison(plan.recorded, plan.keyframe.at.global_step, plan.steps, self._step_over)
+        self.comparison = StepComparison(plan.recorded, plan.keyframe.at.global_step, plan.steps, self._step_over)
         self._allow_different = allow_different
         self._feed: Feed | None = None
         self._run: Run | None = None
@@ -216,7 +219,7 @@ class Reenactment:
 
 
 @final
-class OfSteps(Around):
+class WithinSteps(Around):
     """Hides from a listener what is run before and after the requested steps."""
 
     def __init__(self, inner: Receiver, steps: tuple[int, int]) -> None:
@@ -291,7 +294,7 @@ def reenact_script(
                 out=out,
                 captures=captures_for(plan, captures),
                 options=replace(options, reenacts=plan.describe()),
-                receivers=(*(OfSteps(one, steps) for one in receivers), again.comparison),
+                receivers=(*(WithinSteps(receiver, steps) for receiver in receivers), again.comparison),
                 began=lambda recording: stack.enter_context(again.by(recording)),
                 required=True,
             )
@@ -369,7 +372,7 @@ def reenact(
             optimizer,
             loss=loss,
             capture=captures_for(plan, given),
-            receivers=(*(OfSteps(one, steps) for one in receivers), again.comparison),
+            receivers=(*(WithinSteps(receiver, steps) for receiver in receivers), again.comparison),
             overwrite=overwrite,
             reenacts=plan.describe(),
         )
@@ -408,3 +411,148 @@ def telling_the_script() -> Iterator[None]:
             del os.environ[REHEARSAL]
         else:
             os.environ[REHEARSAL] = before
+
+
+PROBE_KINDS: tuple[str, ...] = ("activations", "network_output", "input_labels")
+"""The default kinds of a late probe, as of a live probe."""
+
+
+@dataclass(frozen=True)
+class LateProbe:
+    """Inputs for a model, and the keyframes whose weights it gets.
+
+    Attributes
+    ----------
+    inputs : Tensor, tuple or dict
+        As for `tracer.Exporter.probe`.
+    labels : Tensor or None
+    steps : (int, int or None) or None
+        The range of global steps whose keyframes are used; None: all.
+    attempt : int or None
+        For a resumed run: use the keyframes as this attempt left them; None: the last attempt.
+    """
+
+    inputs: Any
+    labels: Tensor | None = None
+    steps: tuple[int, int | None] | None = None
+    attempt: int | None = None
+
+
+def probe_script(
+    path: Anywhere,
+    program: Program,
+    probe: LateProbe,
+    *,
+    out: Anywhere,
+    kinds: Sequence[str],
+    modules: Sequence[str] | None,
+    options: Options,
+) -> list[int]:
+    """Run a model on inputs with the weights of a run's keyframes, and record its results.
+
+    The script that trained runs until its first step is over, to create the model. Then the model gets the state of
+    each keyframe in turn, and runs in eval mode without gradients, like a probe of a live run.
+
+    Parameters
+    ----------
+    path : path or URL
+        The trace of the run.
+    program : Program
+        The script, with its arguments in the run.
+    probe : LateProbe
+    out : path or URL
+        The new trace. Its messages have the tag ``probe``, and the steps of the keyframes.
+    kinds : sequence of str
+        The kinds to record; if empty, activations, outputs and labels.
+    modules : sequence of str or None
+        The modules to record; None: all that a default capture takes.
+    options : Options
+
+    Returns
+    -------
+    list of int
+        The global steps of the keyframes.
+
+    Raises
+    ------
+    CaptureError
+        If the steps have no keyframe, the script has another model, or the model does not take the inputs.
+    UnknownNameError
+        If `kinds` has a kind that no probe gives.
+    """
+    allowed = (*PROBED, "input_labels")
+    for kind in kinds:
+        if kind not in allowed:
+            raise UnknownNameError.of("kind of a probe", kind, allowed)
+    with recorded_run(path, probe.attempt) as recorded, contextlib.ExitStack() as stack:
+        there = recorded.keyframes()
+        start, stop = probe.steps if probe.steps is not None else (0, None)
+        steps = [step for step in there if start <= step and (stop is None or step < stop)]
+        if not steps:
+            found = f"it has them at {len(there)} steps, {there[0]:,} to {there[-1]:,}" if there else "it has none"
+            raise CaptureError(f"{path} has no keyframe among these steps; {found}")
+        passes = _Passes(recorded, steps, probe)
+        stack.enter_context(telling_the_script())
+        about = {**recorded.describe(), "keyframes": steps}
+        try:
+            run(
+                program,
+                out=out,
+                captures=[Capture(kinds=kinds or PROBE_KINDS, modules=modules, tags=(PROBE,))],
+                options=replace(options, reenacts=about),
+                began=lambda recording: stack.enter_context(passes.after_the_first_step_of(recording)),
+                required=None,  # no step of the training is recorded
+            )
+        finally:
+            passes.refuse()
+        if not passes.done:
+            raise CaptureError(f"{program.script} took no training step, so it has no model to put inputs through")
+        return steps
+
+
+class _Passes:
+    """Runs the model of a script on inputs, with the state of each keyframe in turn."""
+
+    def __init__(self, recorded: Recorded, steps: Sequence[int], probe: LateProbe) -> None:
+        self._recorded = recorded
+        self._steps = steps
+        self._probe = probe
+        self._error: Exception | None = None
+        self.done = False
+
+    @contextlib.contextmanager
+    def after_the_first_step_of(self, run: Run) -> Iterator[None]:
+        """When the script has taken its first step, run the model and end the script."""
+        handle = register_optimizer_step_post_hook(functools.partial(self._stepped, run.exporter))
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def refuse(self) -> None:
+        """Raise the error that kept the model from being run, if there is one."""
+        if self._error is not None:
+            raise self._error
+
+    def _stepped(self, exporter: Exporter, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self.done or exporter.parts.clock.open or not exporter.parts.optimizers.trains(optimizer):
+            return
+        self.done = True
+        try:
+            self._run(exporter)
+        except CaptureError as error:
+            self._error = error
+        except Exception as error:  # noqa: BLE001 - the model may raise anything for a user's inputs
+            said = f"{type(error).__name__}: {error}"
+            self._error = CaptureError(f"the model does not take the inputs of the probe ({said})")
+        raise Ended(0)
+
+    def _run(self, exporter: Exporter) -> None:
+        for number, step in enumerate(self._steps):
+            keyframe = self._recorded.keyframe(step)
+            restore(keyframe, exporter)
+            exporter.start_at(step, keyframe.at.train_step, keyframe.at.epoch)
+            if number:
+                exporter.parts.probes.run(PROBE)
+            else:
+                exporter.probe(PROBE, self._probe.inputs, self._probe.labels, every=1)

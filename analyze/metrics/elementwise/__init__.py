@@ -1,1 +1,0 @@
-"""Metrics of a tensor's elements: moments, norms, quantiles, histograms."""

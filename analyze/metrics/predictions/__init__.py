@@ -1,1 +1,0 @@
-"""Metrics of predictions: accuracy, calibration, churn, forgetting."""

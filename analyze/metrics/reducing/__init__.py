@@ -1,1 +1,0 @@
-"""Metrics that reduce the values of many messages to a few numbers."""

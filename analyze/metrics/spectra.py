@@ -1,0 +1,317 @@
+"""The singular values of a weight, or of centred activations, computed once for all metrics.
+
+Shapes: ``w_oi`` is a weight with o outputs (its first axis) and i inputs (all other axes, flattened); ``x_nd`` has n
+datapoints and d neurons.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+import scipy
+from numpy.typing import NDArray
+from torch import Tensor
+
+from analyze.metrics.inputs import as_float64, check, power_of_two
+from analyze.metrics.metric import PerMessage, Record, Selected
+from analyze.metrics.similarity.datapoints import Channels, check_channels, neurons, neurons_last
+from tracer.errors import MessageError
+from tracer.messaging.messages import KINDS, Message
+from tracer.numbers.arrays import Array, as_array
+
+Status = Literal[
+    "ok", "few_samples", "ill_posed", "zero", "nonfinite", "mismatch", "empty", "rank_deficient", "too_few"
+]
+
+STATUSES: tuple[Status, ...] = (
+    "ok",  # 0
+    "few_samples",  # 1: fewer than five datapoints for each neuron or direction
+    "ill_posed",  # 2: of similarities and sketched ranks only
+    "zero",  # 3: no variance, or a weight of zeros
+    "nonfinite",  # 4: NaN or infinity among the elements
+    "mismatch",  # 5: not activations, or another number of neurons than before
+    "empty",  # 6: no elements
+    "rank_deficient",  # 7: the smallest singular value is 0 within rounding
+    "too_few",  # 8: too few eigenvalues for a fit
+)
+"""A status is published as its index in this tuple. Up to 5, the numbers are those of the similarities."""
+
+_CHUNK = 1 << 19
+"""Elements per chunk of datapoints: 4 MiB of float64."""
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Spectrum:
+    """Singular values of a matrix, or of centred activations.
+
+    Attributes
+    ----------
+    values : array (min(rows, columns),)
+        In descending order, of the data divided by `scale`, so that their squares are in the range of float64.
+    scale : float
+        A power of two.
+    rows, columns : int
+        The shape of the matrix; for activations, datapoints and neurons.
+    status : str
+        ``"ok"``, ``"zero"``; or why `values` is empty: ``"empty"``, ``"nonfinite"``, ``"mismatch"``.
+    """
+
+    values: NDArray[np.float64]
+    scale: float
+    rows: int
+    columns: int
+    status: Status = "ok"
+
+    @property
+    def squares(self) -> NDArray[np.float64]:
+        """The eigenvalues of W'W, divided by `scale` squared, in descending order."""
+        return np.square(self.values)
+
+    @property
+    def rank(self) -> int:
+        """The number of singular values above the largest times max(rows, columns) times float64's epsilon."""
+        if not len(self.values):
+            return 0
+        floor = self.values[0] * max(self.rows, self.columns) * np.finfo(np.float64).eps
+        return int(np.count_nonzero(self.values > floor))
+
+
+_last: tuple[weakref.ref[Tensor] | None, int, dict[Any, Any]] = (None, 0, {})
+
+
+def once(x: Array | None, what: Any, compute: Callable[[], _T]) -> _T:
+    """The result of `compute`, cached by `what` for the last tensor.
+
+    All receivers get the same tensor of a message, one after the other, so ten metrics of one weight share one SVD.
+    Only a message's data may be passed as a tensor, because it never changes. A user's tensor may change unnoticed,
+    through an array that shares its memory; so the pure functions pass arrays, which are not cached.
+    """
+    global _last  # one entry, replaced as a whole
+    if not isinstance(x, Tensor) or x.is_inference():
+        return compute()
+    known, version, found = _last
+    if known is None or known() is not x or version != x._version:
+        found = {}
+        _last = (weakref.ref(x), x._version, found)
+    if what not in found:
+        found[what] = compute()
+    result: _T = found[what]
+    return result
+
+
+def matrix(w: Array | None) -> NDArray[Any]:
+    """A weight as a contiguous matrix of outputs by everything else, in a NumPy dtype that holds it exactly.
+
+    A vector is one column, a number a (1, 1) matrix.
+    """
+    array = as_array(w)
+    if array.ndim == 0:
+        return array.reshape(1, 1)
+    return np.ascontiguousarray(array.reshape(array.shape[0], math.prod(array.shape[1:])))
+
+
+def singular(w: Array | None) -> Spectrum:
+    """The singular values of a weight, by LAPACK in float64; see `once`."""
+    return once(w, "singular", lambda: singular_of_matrix(matrix(w)))
+
+
+def singular_of_matrix(w: NDArray[Any]) -> Spectrum:
+    """The singular values of a matrix (o, i); never raises."""
+    w_oi = as_float64(w)
+    rows, columns = w_oi.shape
+    none = np.zeros(0)
+    if w_oi.size == 0:
+        return Spectrum(none, 1.0, rows, columns, "empty")
+    with np.errstate(over="ignore", invalid="ignore"):
+        largest = float(np.max(np.abs(w_oi)))
+    if not math.isfinite(largest):
+        return Spectrum(none, 1.0, rows, columns, "nonfinite")
+    if largest == 0:
+        return Spectrum(np.zeros(min(rows, columns)), 1.0, rows, columns, "zero")
+    scale = power_of_two(largest)
+    w_oi /= scale
+    values = scipy.linalg.svdvals(w_oi if rows >= columns else w_oi.T, overwrite_a=True, check_finite=False)
+    return Spectrum(values, scale, rows, columns)
+
+
+class Scatter(Record):
+    """Number, mean and scatter matrix of datapoints that come in parts; two scatters can be joined.
+
+    Parameters
+    ----------
+    size : int
+        d, the number of neurons.
+
+    Notes
+    -----
+    *Formula*: each part is centred on its own mean, and parts are joined as in T. F. Chan, G. H. Golub,
+    R. J. LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances" (1979). The mean is the
+    sum of `mean` and its rounding error `rest`, so an offset of the data, however large, costs the scatter no digits.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> x_nd = np.array([[1.0, 2.0], [3.0, 2.0], [5.0, 8.0]])
+    >>> whole, part = Scatter(2), Scatter(2)
+    >>> whole.add(x_nd[:1]), part.add(x_nd[1:]), whole.join(part)
+    (None, None, None)
+    >>> bool(np.allclose(whole.products / (whole.count - 1), np.cov(x_nd.T)))
+    True
+    """
+
+    def __init__(self, size: int) -> None:
+        self.count = 0
+        self.finite = True
+        self.mean = np.zeros(size)
+        self.rest = np.zeros(size)
+        self.products = np.zeros((size, size))
+
+    def add(self, x_nd: NDArray[Any]) -> None:
+        """Add datapoints (n, d) of real numbers."""
+        entries = max(1, _CHUNK // max(1, x_nd.shape[1]))
+        for start in range(0, len(x_nd), entries):
+            part = x_nd[start : start + entries].astype(np.float64)
+            with np.errstate(over="ignore", invalid="ignore"):
+                mean = part.sum(axis=0) / len(part)
+                part -= mean
+                rest = part.sum(axis=0) / len(part)
+                part -= rest
+                self._join(len(part), mean, rest, part.T @ part)
+
+    def join(self, other: Scatter) -> None:
+        """Add the datapoints of another scatter of the same size."""
+        if len(other.mean) != len(self.mean):
+            raise MessageError(f"scatter of {len(self.mean)} neurons does not take one of {len(other.mean)}")
+        with np.errstate(over="ignore", invalid="ignore"):
+            self._join(other.count, other.mean, other.rest, other.products)
+
+    def _join(
+        self, count: int, mean: NDArray[np.float64], rest: NDArray[np.float64], products: NDArray[np.float64]
+    ) -> None:
+        if not count:
+            return
+        total = self.count + count
+        self.products += products
+        if self.count:
+            step = (mean - self.mean) + (rest - self.rest)
+            self.products += np.outer(step, step) * (self.count * count / total)
+            further = self.rest + step * (count / total)
+            mean = self.mean + further
+            rest = further - (mean - self.mean)
+        self.mean, self.rest = mean.copy(), rest.copy()
+        self.count = total
+        self.finite = self.finite and bool(np.isfinite(self.products.sum()))
+
+    def spectrum(self) -> Spectrum:
+        """The singular values of the centred datapoints; its status says why there are none."""
+        size, none = len(self.mean), np.zeros(0)
+        if not self.count or not size:
+            return Spectrum(none, 1.0, self.count, size, "empty")
+        if not self.finite:
+            return Spectrum(none, 1.0, self.count, size, "nonfinite")
+        level = float(np.max(np.abs(self.mean), initial=0.0))
+        trace = float(np.trace(self.products))
+        # constant columns leave no more than the rounding of their mean
+        if trace <= self.count * size * (8 * np.finfo(np.float64).eps * level) ** 2:
+            return Spectrum(np.zeros(min(self.count, size)), 1.0, self.count, size, "zero")
+        scale = power_of_two(math.sqrt(trace))
+        squares = scipy.linalg.eigvalsh(self.products / scale**2, overwrite_a=True, check_finite=False, driver="evr")
+        # n centred datapoints span at most n - 1 directions; all further eigenvalues are rounding
+        values = np.sqrt(np.clip(squares[::-1][: min(max(self.count - 1, 1), size)], 0, None))
+        return Spectrum(values, scale, self.count, size)
+
+
+def real_neurons(x: NDArray[Any], channels: Channels) -> NDArray[Any] | None:
+    """Activations as datapoints by neurons (n, d); None if they are complex or a single number."""
+    return None if x.dtype.kind == "c" or x.ndim == 0 else neurons(x, channels)
+
+
+def spread(x: Array | None, channels: Channels) -> Spectrum:
+    """The singular values of centred activations, by the eigenvalues of their scatter in float64; see `once`."""
+    return once(x, ("spread", channels), lambda: _spread(x, channels))
+
+
+def _spread(x: Array | None, channels: Channels) -> Spectrum:
+    x_nd = real_neurons(as_array(x), channels)
+    if x_nd is None:
+        return Spectrum(np.zeros(0), 1.0, 0, 0, "mismatch")
+    largest = _magnitude(x_nd)
+    if x_nd.size and not math.isfinite(largest):
+        return Spectrum(np.zeros(0), 1.0, x_nd.shape[0], x_nd.shape[1], "nonfinite")
+    scale = power_of_two(largest) if largest and not 1e-100 < largest < 1e100 else 1.0
+    found = Scatter(x_nd.shape[1])
+    found.add(x_nd if scale == 1 else x_nd.astype(np.float64) / scale)
+    there = found.spectrum()
+    return there if scale == 1 else Spectrum(there.values, there.scale * scale, there.rows, there.columns, there.status)
+
+
+def _magnitude(x: NDArray[Any]) -> float:
+    if not x.size:
+        return 0.0
+    if x.dtype.kind == "b":
+        return 1.0
+    with np.errstate(invalid="ignore"):
+        return max(abs(float(x.max())), abs(float(x.min())))
+
+
+def of_data(x: Array | None, centre: bool, channels: Channels) -> Spectrum:
+    """The spectrum of a message's data: with `centre`, of centred activations; else of a weight."""
+    return spread(x, channels) if centre else singular(x)
+
+
+def centred(kind: str, centre: bool | None) -> bool:
+    """Whether to centre data of a kind: by the user's choice, else if the kind has an axis of datapoints."""
+    check(centre is None or isinstance(centre, bool), "centre is True, False or None", centre)
+    return kind in KINDS and KINDS[kind].batched if centre is None else centre
+
+
+def code(status: str, statuses: tuple[str, ...] = STATUSES) -> float:
+    """The number under which a status is published."""
+    return float(statuses.index(status))
+
+
+def pieces(w: NDArray[Any]) -> Iterator[NDArray[Any]]:
+    """The matrix (o, c) at each position of a convolution's kernel (o, c, h, w); any other weight as one matrix."""
+    if w.ndim < 3:
+        yield matrix(w)
+        return
+    flat = w.reshape(w.shape[0], w.shape[1], math.prod(w.shape[2:]))
+    for place in range(flat.shape[2]):
+        yield np.ascontiguousarray(flat[:, :, place])
+
+
+class OfSpectrum(PerMessage, Selected):
+    """A metric that is one number of the spectrum of a weight, or of the covariance of activations, and its status."""
+
+    version = 2
+    spoiled_by = ("elements", "reduce")
+    invariances = ("rows", "sign", "scale", "orthogonal")
+
+    gives = ("{kind}_{name}", "{kind}_{name}_status")
+    kind: str = "weights"
+    _: KW_ONLY
+    centre: bool | None = None
+    channels: Channels = "auto"
+
+    def check(self) -> None:
+        """Raise `MessageError` unless `centre` and `channels` are known."""
+        check_channels(self.channels)
+        self.centre = centred(self.kind, self.centre)
+
+    @abstractmethod
+    def number(self, found: Spectrum) -> tuple[float, Status]:
+        """The number, and its status."""
+
+    def measure(self, message: Message) -> tuple[float, float]:
+        """The number, and the code of its status."""
+        data = neurons_last(message, self.channels).data
+        number, status = self.number(of_data(data, bool(self.centre), self.channels))
+        return number, code(status)

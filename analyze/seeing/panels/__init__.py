@@ -1,1 +1,0 @@
-"""The panels of a page: one picture or table per module."""

@@ -1,1 +1,0 @@
-"""How often a recording takes each kind of message, to keep within its bounds."""
