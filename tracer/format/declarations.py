@@ -1,6 +1,6 @@
 """Declarations: lines of JSON that give the journal's numbers a meaning, each with a checksum.
 
-Parses JSON from files, which may be damaged or hostile.
+The JSON is that of files that may be damaged or hostile.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""Names inside a trace: of parts, tables and pools.
+"""Names inside a trace, of parts, tables and pools, and the name and version of the format itself.
 
 `docs/trace-format.md` describes the same rules with their reasons. Change both together, and raise `VERSION` if an
 older reader would misread the result.
-
-Name and version of the format, and the check of the root's attributes.
 """
 
 from __future__ import annotations

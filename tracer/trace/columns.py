@@ -1,7 +1,4 @@
-"""`Columns`: many messages as arrays, passed from a reader to a writer without an object for each message.
-
-Indices of an array, as ranges and grouped by value.
-"""
+"""`Columns`: many messages as arrays, passed from a reader to a writer without an object for each message."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""The header, notes and ending of a run as they are written: without secrets.
-
-`Certificate`: the result of `tracer.certify`, whether recording changed a training; part of a trace's header.
-
-`Fingerprint`: a digest of some messages of a trace.
-"""
+"""What a trace says of its run: header, notes and ending without secrets; the certificate, and the fingerprint."""
 
 from __future__ import annotations
 

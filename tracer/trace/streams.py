@@ -1,7 +1,4 @@
-"""`StreamInfo`: what a trace holds of a stream; `Batch`: the data of many messages at once.
-
-`Selection`: selects messages of a trace by kind, module, step, tag and rank.
-"""
+"""What a trace holds of a stream (`StreamInfo`), data of many messages (`Batch`), which are read (`Selection`)."""
 
 from __future__ import annotations
 

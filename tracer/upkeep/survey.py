@@ -1,7 +1,4 @@
-"""`Survey`: reads what is left of a part of a trace that may be damaged.
-
-`SurveyedTables`: reads the declarations of a part of a trace that may be damaged.
-"""
+"""`Survey`: reads what is left of a part of a trace that may be damaged; `SurveyedTables`: of its declarations."""
 
 from __future__ import annotations
 

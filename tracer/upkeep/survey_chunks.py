@@ -1,7 +1,4 @@
-"""`Chunks`: reads the arrays of a trace that may be damaged, chunk by chunk.
-
-The problems of a trace that `verify` reports.
-"""
+"""`Chunks`: reads the arrays of a trace that may be damaged, chunk by chunk; `Findings`: the problems of the trace."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Reads the data of messages from an array that may be damaged: together where it is intact, else one by one.
-
-Reads the messages of damaged parts of a trace in columns: many at a time where they are intact.
-"""
+"""Reads data of messages that may be damaged: many at a time where they are intact, else one by one."""
 
 from __future__ import annotations
 

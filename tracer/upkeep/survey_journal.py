@@ -1,10 +1,7 @@
 """`SurveyedJournal`: reads the journal of a part of a trace that may be damaged, in windows of rows.
 
-A journal may exceed the memory. So only a few bits per row are kept, and rows are read again when they are needed.
-
-`Bits`: a mask over the rows of a long journal that takes one bit of memory per row.
-
-`SummaryCheck`: compares the declared summaries with the rows of the journal.
+A journal may exceed the memory. So only a few bits per row are kept (`Bits`), and rows are read again when they are
+needed.
 """
 
 from __future__ import annotations

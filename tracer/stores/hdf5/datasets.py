@@ -1,13 +1,8 @@
-"""Checks the datasets of an HDF5 file before any of their data is read.
-
-Reads from the header of a dataset whether it is virtual, before HDF5 opens it.
+"""Datasets of HDF5 files: checked before any of their data is read, with attributes and the places of their chunks.
 
 HDF5 reads the global heap of a virtual dataset as soon as it opens it. Global heaps have no checksum, and a damaged
-heap makes HDF5 hang. The layouts are those of the HDF5 File Format Specification 3.0, IV.A.
-
-Stores JSON attributes in HDF5: numbers, bools and texts natively, all other values as JSON text.
-
-The places of chunks in an HDF5 file, cached after a lookup by HDF5.
+heap makes HDF5 hang. So the header of a dataset is read without HDF5 first. The layouts are those of the HDF5 File
+Format Specification 3.0, IV.A.
 """
 
 from __future__ import annotations

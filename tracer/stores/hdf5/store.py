@@ -1,7 +1,4 @@
-"""Creates, finds, opens and removes HDF5 traces.
-
-Reads an HDF5 trace that is not a file yet, and goes on with the file when that has replaced the Zarr trace.
-"""
+"""Creates, finds, opens and removes HDF5 traces, also those that are still Zarr traces beside their path."""
 
 from __future__ import annotations
 

@@ -1,13 +1,7 @@
-"""Sizes, names and indexes of shards, the same on disks and object stores.
+"""Zarr traces as they are stored, the same on disks and object stores: shards, documents, and the base of writers.
 
 A shard begins with an index of the offset and size of each chunk. Without it all chunks of the shard would be lost, so
-a copy follows in the next page.
-
-The content of ``zarr.json`` documents, and the checksum behind each chunk.
-
-Parses and checks the ``zarr.json`` of an array before any data is read.
-
-The base class of stores that write Zarr traces: it keeps the names and attributes of arrays and groups.
+a copy follows in the next page. A ``zarr.json`` is parsed and checked before any data is read.
 """
 
 from __future__ import annotations

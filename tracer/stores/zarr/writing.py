@@ -3,8 +3,6 @@
 Published data is never overwritten. The unfinished last chunk of an array alternates between slots, and both copies of
 the index are replaced by one write. Compressed chunks are packed one behind the other; only the last chunk has slots,
 which are large enough for any compressed size.
-
-Writes shard files: keeps them open, and syncs them.
 """
 
 from __future__ import annotations
