@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -578,7 +578,7 @@ def _say_what_was_recorded(path: Location, called: str) -> None:
     # other ranks may still be recording their parts
     with tracer.open(path, ranks=None if process.size == 1 else [process.rank]) as reader:
         info = reader.info
-        layers = max((stream.count for stream in reader.streams if _is_of_layers(stream)), default=None)
+        layers = _steps_with_layers(reader.streams)
         spent = next((note["overhead"] for note in reversed(reader.notes) if "overhead" in note), None)
     span = info["steps"]
     steps = 0 if span is None else span[1] - span[0] + 1
@@ -590,16 +590,30 @@ def _say_what_was_recorded(path: Location, called: str) -> None:
         took, free = spent["recording_seconds"], spent["overhead_credit"]
         told += f"; recording took {took:.1f} of {spent['process_seconds']:.1f} s of CPU time"
         told += f" (the first {free:.3g} s are free)" if free else ""
-        if layers is not None and layers < steps:
+        if layers is not None and layers < steps and took >= 0.9 * free:
             told += f"; for every step, add --overhead-credit {math.ceil(1.2 * took * steps / max(layers, 1)):,d}s"
     lost = "" if info["status"].startswith(("finished", "failed")) else "; the trace is INCOMPLETE, see above"
     _say(f"{told}; {size(info['bytes'])}{lost}: trace info {called}")
 
 
-def _is_of_layers(stream: StreamInfo) -> bool:
-    """Whether a stream of a trace has one message of statistics for each recorded step of the training."""
+def _steps_with_layers(streams: Iterable[StreamInfo]) -> int | None:
+    """The number of steps with statistics of layers; None if there are none.
+
+    Models that are trained one after another have streams of their own, and their steps add up.
+    """
     kinds = ("weights_statistics", "activations_statistics")
-    return stream.tag == DEFAULT_TAG and stream.kind in kinds and stream.calls <= 1
+    of_layers = [
+        (*stream.steps, stream.count)
+        for stream in streams
+        if stream.tag == DEFAULT_TAG and stream.kind in kinds and stream.calls <= 1 and stream.steps is not None
+    ]
+    counted = most = 0
+    end = -1
+    for first, last, count in sorted(of_layers):
+        if first > end:
+            counted, most = counted + most, 0
+        most, end = max(most, count), max(end, last)
+    return counted + most if of_layers else None
 
 
 def _say(sentence: str) -> None:

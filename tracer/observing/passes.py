@@ -140,6 +140,8 @@ class Passes(Part):
             running.tag = DEFAULT_TAG
         elif self._may_be_training(module):
             undecided = self.undecided.begin(module, outside=running.depth == 0)
+            # a part that is called outside a model may be in another mode, such as a part of two models
+            undecided.in_eval_mode |= not (called or module).training
             running.tag = undecided.tag
         else:
             running.tag = EVAL_TAG
@@ -157,7 +159,7 @@ class Passes(Part):
                 self.gate.guard("state", self.state.forward_begins)
             self.forwards.training += running.depth
             self.optimizers.note_forward(called or module)
-            if not module.training:
+            if not (called or module).training:
                 self.clock.kept.in_eval_mode = True
         elif undecided is not None:
             self._enter_undecided(running, undecided)
@@ -186,7 +188,7 @@ class Passes(Part):
         found = self.undecided.behind(tensors) if self.user_tag is None else []
         if found:
             self.steps.begin()
-            self.clock.kept.in_eval_mode = True
+            self.clock.kept.in_eval_mode |= any(one.in_eval_mode for one in found)
         for one in found:
             self.undecided.train(one)
             self.tag_with_gradients = decided(self.tag_with_gradients)

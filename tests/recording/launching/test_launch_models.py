@@ -336,3 +336,27 @@ def test_a_model_of_which_only_parts_are_called(tmp_path: Path, loss: str) -> No
     done = run(tmp_path, "-m", "tracereel", "reenact", "run.zarr", "--steps", "1:2", "--out", "again.zarr", "train.py")
     assert done.returncode == 2
     assert "the model itself was never called" in done.stderr
+
+
+def test_an_activation_that_models_share(tmp_path: Path) -> None:
+    """A training's mode is that of the modules it calls, also of one that belongs to an earlier model in eval mode.
+
+    Of models that are trained one after another, the steps with numbers of layers add up.
+    """
+    body = """
+    shared, kept = nn.ReLU(), []
+    for lr in (0.1, 0.05, 0.01):
+        model = nn.Sequential(nn.Linear(4, 8), shared, nn.Dropout(0.5), nn.Linear(8, 2)).train()
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+        for step in range(20):
+            optimizer.zero_grad()
+            model(torch.randn(8, 4)).square().sum().backward()
+            optimizer.step()
+        kept.append(model.eval())
+    """
+    done = record(tmp_path, "--profile", "standard", str(script(tmp_path, body)))
+    assert done.returncode == 0, done.stderr
+    assert "recorded 60 steps; numbers of every layer at every step" in done.stderr
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        assert "eval() mode" not in str(trace.notes)
+    assert not [finding for finding in check(tmp_path / "run.zarr").findings if finding.rule == "evaluation_mode"]

@@ -44,6 +44,8 @@ class UndecidedPass:
         How many forwards of the model it counts as.
     beginning : Beginning or None
         The state of the training when it began.
+    in_eval_mode : bool
+        Whether something that was called in it was in eval mode.
     """
 
     def __init__(self, top: nn.Module, at: At, *, outside: bool) -> None:
@@ -53,6 +55,7 @@ class UndecidedPass:
         self.outside = outside
         self.forwards = 0 if outside else 1
         self.beginning: Beginning | None = None
+        self.in_eval_mode = False
         self.thread = threading.get_ident()
         self._first = next_of_thread()
         self._spans: list[tuple[Node, int]] = []  # nodes of the graph: the first one, and the number after the last

@@ -485,7 +485,9 @@ def _give(what: str, tensor: Tensor, given: Tensor | None, step: int) -> None:
     """Put recorded numbers into a tensor of the script, whose shape may differ."""
     if given is None:
         raise CaptureError(
-            f"{what} in step {step:,} is not among what was recorded: the script gives another structure"
+            f"{what} in step {step:,} is not among what was recorded: the script gives another structure, or a model "
+            "that the run did not train in that step; of models that are trained one after another, only steps of the "
+            "keyframe's model can be run again"
         )
     if given.dtype is not tensor.dtype or given.ndim != tensor.ndim:
         raise CaptureError(

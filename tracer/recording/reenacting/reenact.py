@@ -38,6 +38,7 @@ OF_STEPS: tuple[str, ...] = tuple(kind for kind in DATA_KINDS if KINDS[kind].clo
 
 
 _OR_IDS = ", or sample_ids and a hash of input_data, if a DataLoader gives the inputs"
+_PARTS_ONLY = "input_data is of calls of the model's own forward, and the step may have called its parts only; else "
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,7 @@ def plan_of(
             raise CaptureError(
                 f"{trace.path} has no {lacking} of step {step:,}{part}, so {steps_named(steps)} cannot be run again "
                 f"from the keyframe of step {began:,}{f'; steps up to {step - 1:,} can' if step > began else ''}: "
+                f"{_PARTS_ONLY if lacking == 'input_data' and 'generators' in kept[step] else ''}"
                 "record generators, hyperparameters, input_data and input_labels at every step"
                 f"{_OR_IDS if with_data else ''}"
             )
