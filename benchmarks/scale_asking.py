@@ -136,7 +136,7 @@ def write_statistics(path: Path, steps: int, parameters: int, modules: int) -> N
     import torch
 
     from tracer import NetworkMessage, TraceWriter
-    from tracer.messaging.pulses import PULSE, Row, sampling_of
+    from tracer.messaging.pulses import PULSE, PulseRow, sampling_of
     from tracer.numbers.statistics import ENTRIES, statistics_of
 
     draw, told = np.random.default_rng(0), {"reduce": "statistics", "entries": list(ENTRIES), "axes": 2}
@@ -145,7 +145,7 @@ def write_statistics(path: Path, steps: int, parameters: int, modules: int) -> N
     rows, tables = [], []
     for kind in kinds:
         count = modules if kind in ("activations", "layer_gradients") else parameters
-        rows += [Row(f"{kind}_statistics", f"layer{number}", "", 0, told) for number in range(count)]
+        rows += [PulseRow(f"{kind}_statistics", f"layer{number}", "", 0, told) for number in range(count)]
         tables.append([_statistics(draw, scales.get(kind, 1.0), count, statistics_of) for _ in range(16)])
     pulses = [torch.cat([table[number] for table in tables]) for number in range(16)]
     sampling, losses = sampling_of(rows, ENTRIES), 2 + 0.1 * draw.standard_normal(steps)

@@ -38,7 +38,7 @@ from numpy.typing import NDArray
 
 import analyze
 import tracer
-from tracer.observing.reductions import Sketch, projection
+from tracer.observing.reductions import SketchReduction, projection
 
 Matrix = NDArray[Any]
 
@@ -139,7 +139,7 @@ def pairs(bars: Bars) -> None:
     projected = torch.from_numpy(projection(WIDTH, COLUMNS, 0)).to(torch.float32)
     weights = torch.from_numpy(random.standard_normal((64, WIDTH)).astype(np.float32))
     hidden = torch.from_numpy(random.standard_normal((DATAPOINTS, 64)).astype(np.float32))
-    sketch = Sketch(COLUMNS)
+    sketch = SketchReduction(COLUMNS)
     told = {"reduce": str(sketch), "sketch": sketch.told(WIDTH, 1)}
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/run.zarr"
@@ -224,7 +224,7 @@ def trials(count: int, bars: Bars, n: int = 200, d: int = 512, k: int = 64, few:
         found: list[list[tuple[float, float]]] = [[] for _ in exact]
         for seed in range(count):
             # as a recording makes them
-            a, b = (Sketch(k, seed).of(torch.from_numpy(layer), 1).numpy() for layer in (x, y))
+            a, b = (SketchReduction(k, seed).of(torch.from_numpy(layer), 1).numpy() for layer in (x, y))
             rank = analyze.sketched_rank(a, k=k, sketches=True)
             similar = [analyze.sketched_cka(a, b, k=k, sketches=True)]
             if seed < max(count // few, 1):  # which takes longer than all else

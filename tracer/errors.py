@@ -94,7 +94,7 @@ class TraceLostError(TraceCorruptError):
 
     Attributes
     ----------
-    loss : tracer.upkeep.recover.Loss or None
+    loss : tracer.upkeep.recover.Recovered or None
         What was lost, as numbers.
     """
 

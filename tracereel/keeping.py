@@ -14,7 +14,7 @@ from tracereel.options import MessageFilters
 from tracereel.printing import complain, print_json, print_table, progress, size, span, tell
 
 if TYPE_CHECKING:
-    from tracer.upkeep.recover import Loss
+    from tracer.upkeep.recover import Recovered
     from tracer.upkeep.verify import Report
 
 _PROBLEMS = 50
@@ -93,7 +93,7 @@ def recover(src: str, dst: str, as_json: bool) -> None:
         _print_loss(loss, dst)
 
 
-def _print_loss(loss: Loss, dst: str) -> None:
+def _print_loss(loss: Recovered, dst: str) -> None:
     for problem in loss.problems[:_PROBLEMS]:
         complain(problem)
     if loss.streams:

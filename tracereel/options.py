@@ -25,7 +25,7 @@ StepRange = tuple[int, int | None, int]
 # -- types of values ----------------------------------------------------------------------------------------------
 
 
-class Steps(click.ParamType[Any]):
+class StepsOption(click.ParamType[Any]):
     """``A:B``, ``A:B:C``, ``A:``, ``:B`` or ``A``: start inclusive, stop exclusive, stride."""
 
     name = "A:B[:C]"
@@ -283,7 +283,9 @@ def _reaches(span: tuple[int, int] | None, steps: StepRange) -> bool:
     return span is not None and span[1] >= steps[0] and (steps[1] is None or span[0] < steps[1])
 
 
-_STEPS = click.option("--steps", type=Steps(), help="Only these global steps: start inclusive, stop exclusive, stride.")
+_STEPS = click.option(
+    "--steps", type=StepsOption(), help="Only these global steps: start inclusive, stop exclusive, stride."
+)
 _WHAT = (
     kinds(help="Only this kind; may be repeated."),
     modules(help="Only modules whose dotted names match; repeatable."),

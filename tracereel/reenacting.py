@@ -11,7 +11,7 @@ import click
 
 from tracereel import options
 from tracereel.command import DIFFERENT, FAILED, UNVERIFIED, WRONG_USAGE, Refusal, conclude, wrong_usage
-from tracereel.options import Steps
+from tracereel.options import StepsOption
 from tracereel.outputs import Outputs, check_new_trace
 from tracereel.printing import print_json, say, show, tell
 from tracereel.programs import (
@@ -63,7 +63,7 @@ class ReenactCommand(ProgramCommand):
 @click.option(
     "--steps",
     "steps_again",
-    type=Steps(),
+    type=StepsOption(),
     metavar="A:B",
     help="The global steps to run again: A:B without B itself, or one step. With --probe: take the keyframes among "
     "these steps.",

@@ -20,7 +20,7 @@ import numpy as np
 from analyze.batching.folder import Folder, folder_at
 from analyze.batching.parquet import label_of, sealed, table_of
 from analyze.batching.units import PlannedRun, Unit
-from analyze.tables.columns import COLUMNS, COUNTERS, Columns, Row, Stream
+from analyze.tables.columns import COLUMNS, COUNTERS, AnswerColumns, AnswerStream, Row
 from analyze.tables.results import Results
 from tracer.errors import TraceCorruptError, TraceError, TraceNotFoundError, TraceUnreachableError
 from tracer.messaging.messages import Message
@@ -227,7 +227,7 @@ class PartAnswers(Receiver):
 
     def _row_of_large(self, message: Message) -> tuple[Any, ...]:
         """The row of a large answer, which has no value."""
-        stream = Stream.of(message, self._unit.title, self._subscriber)
+        stream = AnswerStream.of(message, self._unit.title, self._subscriber)
         return (*stream.words, *(getattr(message, name) for name in COUNTERS), "", None)
 
     def _details(self, rows: int, seconds: float, *, complete: bool) -> dict[str, Any]:
@@ -297,9 +297,9 @@ class PartFiles:
         """The answers as messages."""
         return itertools.chain.from_iterable(part.messages() for part in self._each())
 
-    def gathered(self) -> Columns:
+    def gathered(self) -> AnswerColumns:
         """All answers in memory."""
-        columns = Columns()
+        columns = AnswerColumns()
         for part in self._each():
             columns.extend(part)
         return columns
@@ -309,7 +309,7 @@ class PartFiles:
         for _, data, _ in self._files():
             yield _read(data).replace_schema_metadata(None)
 
-    def _each(self) -> Iterator[Columns]:
+    def _each(self) -> Iterator[AnswerColumns]:
         """The answers of each unit."""
         return (_answers_in(*one) for one in self._files())
 
@@ -374,16 +374,18 @@ def _details_in(table: Any) -> Mapping[str, Any]:
     return details
 
 
-def _answers_in(unit: Unit, data: bytes, folder: Folder) -> Columns:
+def _answers_in(unit: Unit, data: bytes, folder: Folder) -> AnswerColumns:
     """The answers in the bytes of a unit's file, in their order, with the numbers of large answers."""
     table = _read(data, [*COLUMNS, "array"])
     details = _details_in(table)
     columns = {name: table.column(name).to_pylist() for name in table.column_names}
-    small = Columns.of({name: columns[name][: columns["array"].count("")] for name in COLUMNS}, details["structure"])
+    small = AnswerColumns.of(
+        {name: columns[name][: columns["array"].count("")] for name in COLUMNS}, details["structure"]
+    )
     if not details["arrays"]:
         return small
     subscriber = columns["subscriber"][-1]
-    whole, messages, done_so_far = Columns(), small.messages(), 0
+    whole, messages, done_so_far = AnswerColumns(), small.messages(), 0
     with _large(folder, unit, len(details["arrays"])) as reader:
         for at, message in zip(details["arrays"], reader, strict=True):
             for one in itertools.islice(messages, at - done_so_far):

@@ -34,7 +34,7 @@ from analyze.batching.units import (
 )
 from tracer.format.journal import Column
 from tracer.replaying.filters import Audience, Filters
-from tracer.replaying.wanted import Due, due_windows, wanted_of
+from tracer.replaying.wanted import DueWindow, due_windows, wanted_of
 from tracer.stores.locations import Anywhere, Url, location
 from tracer.trace.reader import TraceReader
 from tracer.trace.streams import Steps
@@ -81,7 +81,7 @@ class RankQuestion:
         self._wanted = wanted_of(reader, Audience(question.receivers), filters, rank)
         self.missing = self._wanted.missing
 
-    def due(self, share: Share) -> Iterator[Due]:
+    def due(self, share: Share) -> Iterator[DueWindow]:
         """What a share reads, window by window."""
         wanted = self._wanted
         if share.modules is not None:
@@ -101,7 +101,7 @@ class RankQuestion:
             nbytes += due.bytes
         return ShareSize(messages, nbytes, [published.hexdigest(), derived.hexdigest()])
 
-    def costs(self, share: Share) -> Iterator[tuple[Due, NDArray[np.int64], NDArray[np.int64]]]:
+    def costs(self, share: Share) -> Iterator[tuple[DueWindow, NDArray[np.int64], NDArray[np.int64]]]:
         """For each window, the rows of the messages to read, and the bytes of each row.
 
         A derived message stands for two rows of weights, of which the first is given.

@@ -90,7 +90,7 @@ class Sketches:
             self._known.append(_KnownSketch(len(kept.x_nd), kept.rows, columns, False, np.zeros(0), math.nan))
             self._kept.append(np.zeros((0, 0), np.float32))
             return
-        columns = estimates.Columns(columns.z_nk / np.linalg.norm(columns.z_nk), columns.drawn)
+        columns = estimates.SketchColumns(columns.z_nk / np.linalg.norm(columns.z_nk), columns.drawn)
         squares = estimates.kernel_product(columns, columns, self.k)
         trace = float(estimates.trace_product(columns, columns, self.k)[0])
         status: Status = "ok" if squares.min() > 0 else "ill_posed"

@@ -10,7 +10,7 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from analyze.metrics.metric import At, OfSteps, OneNumber, Tagged, restored
+from analyze.metrics.metric import AtStep, OfSteps, OneNumber, Tagged, restored
 from tracer.errors import MessageError
 from tracer.messaging.messages import Message, MessageBundle
 from tracer.numbers.arrays import Array, as_array
@@ -232,7 +232,7 @@ def test_accuracy(  # the registry name, not a test
 
 
 @dataclass
-class _AccuracyPass(At):
+class _AccuracyPass(AtStep):
     """The counts of a tag's current evaluation pass, and the counters of its last batch."""
 
     correct: int = 0
@@ -406,7 +406,7 @@ def predictions(output: Array, class_axis: int = 1) -> NDArray[np.int64]:
 
 
 @dataclass
-class _ChurnPass(At):
+class _ChurnPass(AtStep):
     """The predictions of a tag's current pass, and of the pass before."""
 
     before: dict[tuple[int, str], NDArray[np.int64]] | None = None

@@ -9,7 +9,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import final
 
 from analyze.metrics.inputs import check, is_number, is_whole, single_number
-from analyze.metrics.metric import At, OfSteps, OneNumber, Selected, memory
+from analyze.metrics.metric import AtStep, OfSteps, OneNumber, Selected, memory
 from tracer.messaging.messages import Message
 
 
@@ -183,7 +183,7 @@ def _check_rate(target: object, max_factor: object, window: object = 1) -> None:
 
 
 @dataclass
-class _RatioWindow(At):
+class _RatioWindow(AtStep):
     """The number of steps of a window so far, its ratios, and as its place that of the last step."""
 
     steps: int = 1

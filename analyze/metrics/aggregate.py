@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from analyze.metrics.inputs import answer, check, check_which, is_whole, real_numbers
 from analyze.metrics.metric import (
-    At,
+    AtStep,
     Record,
     Selected,
     Series,
@@ -245,7 +245,7 @@ def check_window(over: object) -> None:
 
 
 @dataclass
-class _AggregateWindow(At):
+class _AggregateWindow(AtStep):
     """The numbers of one series in one window, and the place of the last of them."""
 
     reducer: Reducer = field(default_factory=Reducer)

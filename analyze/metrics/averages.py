@@ -15,7 +15,7 @@ from torch import Tensor
 from analyze.metrics.aggregate import Reducer, check_reductions
 from analyze.metrics.inputs import as_float64, check, is_number, real_numbers, single_number
 from analyze.metrics.metric import (
-    At,
+    AtStep,
     OfSteps,
     PerMessage,
     Record,
@@ -201,7 +201,7 @@ class EMA(PerMessage, Selected):
                 self._averages[key] = later
 
 
-class Moments(NamedTuple):
+class WindowMoments(NamedTuple):
     """The result of `adam_moments`; as a number it is the norm of the step."""
 
     first_norm: float
@@ -221,7 +221,7 @@ def adam_moments(
     beta1: float = 0.9,
     beta2: float = 0.999,
     eps: float = 1e-8,
-) -> Moments:
+) -> WindowMoments:
     """Adam's bias-corrected moments after these gradients of one parameter, and the step that it takes then.
 
     Parameters
@@ -250,12 +250,12 @@ def adam_moments(
     [5.0, 18.357559751, 0.029166667, 0.029166667, 0.141421356]
     """
     _check_adam(learning_rate, beta1, beta2, eps)
-    known: _Memory | None = None
-    found = Moments(math.nan, math.nan, math.nan, math.nan, math.nan)
+    known: _MemoryOfAverages | None = None
+    found = WindowMoments(math.nan, math.nan, math.nan, math.nan, math.nan)
     for gradient in gradients:
         g = as_float64(gradient)
         if known is None:
-            known = _Memory(np.zeros_like(g), np.zeros(g.shape))
+            known = _MemoryOfAverages(np.zeros_like(g), np.zeros(g.shape))
         if known.first.shape != g.shape:
             raise MessageError(f"gradients of a parameter are of one shape, not {known.first.shape} and {g.shape}")
         known.take(g, beta1, beta2)
@@ -263,7 +263,7 @@ def adam_moments(
     return found
 
 
-class _Memory(Record):
+class _MemoryOfAverages(Record):
     """The moments of one parameter, before the bias correction."""
 
     def __init__(self, first: NDArray[Any], second: NDArray[np.float64], steps: int = 0) -> None:
@@ -275,12 +275,12 @@ class _Memory(Record):
             self.second = beta2 * self.second + (1 - beta2) * np.square(np.abs(g))
         self.steps += 1
 
-    def moments(self, learning_rate: float, beta1: float, beta2: float, eps: float) -> Moments:
+    def moments(self, learning_rate: float, beta1: float, beta2: float, eps: float) -> WindowMoments:
         with np.errstate(all="ignore"):
             first, second = self.first / (1 - beta1**self.steps), self.second / (1 - beta2**self.steps)
             rates = learning_rate / (np.sqrt(second) + eps)
             mean, median = (float(rates.mean()), float(np.median(rates))) if rates.size else (math.nan, math.nan)
-            return Moments(norm(first), norm(second), mean, median, norm(rates * first))
+            return WindowMoments(norm(first), norm(second), mean, median, norm(rates * first))
 
 
 def _check_adam(learning_rate: object, beta1: object, beta2: object, eps: object) -> None:
@@ -346,25 +346,25 @@ class AdamMoments(PerMessage, Selected):
     spoiled_by = ("elements", "reduce")
     invariances = ("order", "sign")
 
-    gives = tuple(f"{{kind}}_adam_{what}" for what in Moments._fields)
+    gives = tuple(f"{{kind}}_adam_{what}" for what in WindowMoments._fields)
     kind: str = "weight_gradients"
     _: KW_ONLY
     learning_rate: float = 1e-3
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
-    _memories: dict[Stream, _Memory] = memory(dict)
+    _memories: dict[Stream, _MemoryOfAverages] = memory(dict)
 
     def check(self) -> None:
         """Raise `MessageError` unless the parameters are in their ranges."""
         _check_adam(self.learning_rate, self.beta1, self.beta2, self.eps)
 
-    def measure(self, message: Message) -> Moments:
+    def measure(self, message: Message) -> WindowMoments:
         """The moments after this gradient, and the step that Adam would take."""
         stream, g = stream_of(message), as_float64(as_array(message.data))
         known = self._memories.get(stream)
         if known is None or known.first.shape != g.shape or known.first.dtype != g.dtype:
-            known = self._memories[stream] = _Memory(np.zeros_like(g), np.zeros(g.shape))
+            known = self._memories[stream] = _MemoryOfAverages(np.zeros_like(g), np.zeros(g.shape))
         known.take(g, self.beta1, self.beta2)
         return known.moments(self.learning_rate, self.beta1, self.beta2, self.eps)
 
@@ -398,7 +398,7 @@ def message_mean(values: Iterable[float]) -> float:
 
 
 @dataclass
-class _MeanStep(At):
+class _MeanStep(AtStep):
     """The numbers of a tag's current step."""
 
     values: list[float] = field(default_factory=list)

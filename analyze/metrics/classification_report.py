@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from analyze.metrics.accuracy import IGNORED, class_axis, yes_no
 from analyze.metrics.inputs import check, check_word, is_whole
-from analyze.metrics.metric import At, OfSteps, Record, Tagged, memory, restored
+from analyze.metrics.metric import AtStep, OfSteps, Record, Tagged, memory, restored
 from tracer.errors import MessageError
 from tracer.messaging.messages import Message, MessageBundle
 from tracer.numbers.arrays import Array, as_array
@@ -23,7 +23,7 @@ Outputs: TypeAlias = Literal["logits", "probabilities"]
 Per: TypeAlias = Literal["pass", "epoch"]
 
 
-class Report(NamedTuple):
+class ReportOfClasses(NamedTuple):
     """The result of `classification_report`; as a number it is the accuracy."""
 
     accuracy: float
@@ -47,7 +47,7 @@ def classification_report(
     bins: int = 15,
     outputs: Outputs = "logits",
     ignore_index: int = IGNORED,
-) -> Report:
+) -> ReportOfClasses:
     """Accuracy, top-k accuracy, accuracy per class, confusion matrix, calibration error, margin and entropy.
 
     Parameters
@@ -184,17 +184,17 @@ class Tally(Record):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.fits = self.fits and other.fits
 
-    def report(self) -> Report:
+    def report(self) -> ReportOfClasses:
         """The report of these counts."""
         if not self.fits or not self.total:
             c = self.classes if self.fits else 0
             nan = math.nan
-            return Report(nan, nan, np.full(c, nan), np.zeros((c, c), np.int64), nan, nan, nan, 0)
+            return ReportOfClasses(nan, nan, np.full(c, nan), np.zeros((c, c), np.int64), nan, nan, nan, 0)
         n = self.total
         with np.errstate(invalid="ignore", divide="ignore"):
             class_accuracy = np.diagonal(self.confusion) / self.of_class
             error = float(np.abs(self.bin_correct - self.bin_confidence).sum() / n)
-        return Report(
+        return ReportOfClasses(
             self.correct / n,
             self.found / n,
             class_accuracy.astype(np.float64),
@@ -246,7 +246,7 @@ def _count(scores_nc: NDArray[np.float64], labels_n: NDArray[np.int64], k: int, 
 
 
 @dataclass
-class _ReportPass(At):
+class _ReportPass(AtStep):
     """The tally of a current pass or epoch, and the counters of its last batch."""
 
     tally: Tally = field(default_factory=Tally)
@@ -342,8 +342,8 @@ class ClassificationReport(Tagged):
         check_per(self.per)
 
     def produced(self) -> list[str]:
-        """A kind for each part of a `Report` but the total."""
-        return [f"{self.kind}_{what.replace('top_k', f'top{self.k}')}" for what in Report._fields[:-1]]
+        """A kind for each part of a `ReportOfClasses` but the total."""
+        return [f"{self.kind}_{what.replace('top_k', f'top{self.k}')}" for what in ReportOfClasses._fields[:-1]]
 
     def compute(self, bundle: MessageBundle) -> Iterator[Message]:
         """Count one batch; if it begins another pass, first answer with the report of the pass before."""
@@ -480,7 +480,7 @@ def _shares(learnings: list[_Learning]) -> tuple[float, float]:
 
 
 @dataclass
-class _ForgettingPass(At):
+class _ForgettingPass(AtStep):
     """The datapoints of one tag, and the forgetting events of its current pass."""
 
     forgotten: int = 0

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from analyze.metrics.inputs import answer, blocks, carries_data
 from analyze.metrics.metric import (
-    At,
+    AtStep,
     OfSteps,
     OneNumber,
     Selected,
@@ -307,7 +307,7 @@ def alpha(slope: float, slope_after: float) -> float:
 
 
 @dataclass
-class _SlopeStep(At):
+class _SlopeStep(AtStep):
     """The updates and gradients of a step, by kind and module; and the step before."""
 
     heard: dict[tuple[str, str | None], Tensor] = field(default_factory=dict)

@@ -25,7 +25,7 @@ from analyze.metrics.inputs import (
     is_number,
     is_whole,
 )
-from analyze.metrics.metric import At, OfSteps, Selected
+from analyze.metrics.metric import AtStep, OfSteps, Selected
 from analyze.metrics.sample_gram import ConvGeometry, SampleGram, layer_grams, linear_gram, may_have_time_first  # noqa: F401 - for the example
 from tracer.errors import MessageError
 from tracer.messaging.messages import Message
@@ -137,7 +137,7 @@ def gradient_noise(
 
 
 @dataclass
-class _NoiseStep(At):
+class _NoiseStep(AtStep):
     """The data of a tag's current step, by kind, module (None: the network) and call."""
 
     heard: dict[str, dict[str | None, dict[int, Tensor]]] = field(default_factory=dict)

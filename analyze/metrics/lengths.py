@@ -20,7 +20,7 @@ from analyze.metrics.inputs import (
     real_numbers,
 )
 from analyze.metrics.metric import (
-    At,
+    AtStep,
     OfSteps,
     OneNumber,
     PerMessage,
@@ -160,7 +160,7 @@ def total_norm(tensors: Iterable[Array]) -> float:
 
 
 @dataclass
-class _NormStep(At):
+class _NormStep(AtStep):
     """The recorded norms of a step, by model; and the norms of its gradients."""
 
     recorded: dict[str, dict[str, float]] = field(default_factory=dict)

@@ -114,7 +114,7 @@ def restored(value: Any) -> Any:
 
 
 @dataclass
-class At(Record):
+class AtStep(Record):
     """The place in the run of an answer about several messages: the counters of the first or the last of them."""
 
     global_step: int
@@ -330,7 +330,7 @@ class OneNumber(PerMessage):
         return (self.value(message),)
 
 
-Gathered = TypeVar("Gathered", bound=At)
+Gathered = TypeVar("Gathered", bound=AtStep)
 
 
 class OfSteps(Metric, Generic[Gathered]):
@@ -339,7 +339,7 @@ class OfSteps(Metric, Generic[Gathered]):
     Attributes
     ----------
     gathered : type
-        The record of a step: a dataclass, a subclass of `At` whose further fields have defaults.
+        The record of a step: a dataclass, a subclass of `AtStep` whose further fields have defaults.
     steps : dict
         The record of each tag's current step.
     """

@@ -79,7 +79,7 @@ def padded(
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ConvLayout:
     """The geometry of a convolution on its input; each tuple has a number for each spatial axis."""
 
     sizes: tuple[int, ...]
@@ -108,7 +108,7 @@ def layout_of(
     padding_mode: Mode,
     dilation: int | tuple[int, ...],
     groups: int,
-) -> Layout:
+) -> ConvLayout:
     """The layout of a convolution with a kernel of this shape (o, c, k...), from the arguments of `operator_norm`.
 
     Raises
@@ -134,7 +134,7 @@ def layout_of(
         most = {"reflect": n - 1, "circular": n}.get(padding_mode, widest)
         if widest > most:
             raise MessageError(f"an input of {n} has at most {most} of {padding_mode} padding on a side, not {widest}")
-    return Layout(sizes, strides, before, after, dilations, groups, padding_mode)
+    return ConvLayout(sizes, strides, before, after, dilations, groups, padding_mode)
 
 
 class Convolution:
@@ -144,7 +144,7 @@ class Convolution:
     its transpose, maps outputs to inputs.
     """
 
-    def __init__(self, kernel: NDArray[Any], layout: Layout) -> None:
+    def __init__(self, kernel: NDArray[Any], layout: ConvLayout) -> None:
         sizes, before, after, groups = layout.sizes, layout.before, layout.after, layout.groups
         outputs, channels, places = kernel.shape[0] // groups, kernel.shape[1], kernel.shape[2:]
         w_kgoc = np.moveaxis(kernel.reshape(groups, outputs, channels, math.prod(places)), 3, 0)
@@ -201,7 +201,7 @@ class Convolution:
         return x[self._inside].reshape(-1)
 
 
-def circular_norm(kernel: NDArray[np.float64], layout: Layout) -> tuple[float, float]:
+def circular_norm(kernel: NDArray[np.float64], layout: ConvLayout) -> tuple[float, float]:
     """The norm of a circular convolution at stride 1, the largest over all frequencies; and its residual."""
     sizes, dilations, groups = layout.sizes, layout.dilations, layout.groups
     outputs, channels = kernel.shape[:2]

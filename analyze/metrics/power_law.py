@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from analyze.metrics.inputs import check, check_word, power_of_two
 from analyze.metrics.metric import PerMessage, Selected
 from analyze.metrics.spectra import (
-    Spectrum,
+    SpectrumOfWeights,
     Status,
     code,
     once,
@@ -159,14 +159,14 @@ def _esd(w: Array | None, conv: Conv) -> _Esd:
     return once(w, ("esd", conv), lambda: _collected(_spectra(w, conv)))
 
 
-def _spectra(w: Array | None, conv: Conv) -> list[Spectrum]:
+def _spectra(w: Array | None, conv: Conv) -> list[SpectrumOfWeights]:
     array = as_array(w)
     if conv == "reshape" or array.ndim < 3:
         return [singular(w)]
     return [singular_of_matrix(w_oc) for w_oc in pieces(array)]
 
 
-def _collected(spectra: list[Spectrum]) -> _Esd:
+def _collected(spectra: list[SpectrumOfWeights]) -> _Esd:
     none = np.zeros(0)
     bad: tuple[Status, ...] = ("nonfinite", "empty")
     for status in bad:

@@ -15,7 +15,7 @@ from torch import Tensor
 from analyze.metrics.inputs import check, is_whole
 from analyze.metrics.metric import PerMessage, Selected
 from analyze.metrics.similarity.datapoints import Channels, check_channels
-from analyze.metrics.spectra import OfSpectrum, Spectrum, Status, of_data, singular
+from analyze.metrics.spectra import OfSpectrum, SpectrumOfWeights, Status, of_data, singular
 from tracer.messaging.messages import Message
 from tracer.numbers.arrays import Array, as_array
 
@@ -41,7 +41,7 @@ def singular_values(w: Array) -> NDArray[np.float64]:
     return _all(singular(as_array(w)))
 
 
-def _all(found: Spectrum) -> NDArray[np.float64]:
+def _all(found: SpectrumOfWeights) -> NDArray[np.float64]:
     if found.status == "nonfinite":
         return np.full(min(found.rows, found.columns), math.nan)
     with np.errstate(over="ignore", under="ignore"):
@@ -73,7 +73,7 @@ def condition_number(w: Array) -> float:
     return _condition(singular(as_array(w)), min_side=True)[0]
 
 
-def _condition(found: Spectrum, *, min_side: bool) -> tuple[float, Status]:
+def _condition(found: SpectrumOfWeights, *, min_side: bool) -> tuple[float, Status]:
     if found.status == "zero":
         return math.inf, "zero"
     if found.status != "ok":
@@ -195,7 +195,7 @@ class ConditionNumber(OfSpectrum):
 
     name = "condition_number"
 
-    def number(self, found: Spectrum) -> tuple[float, Status]:
+    def number(self, found: SpectrumOfWeights) -> tuple[float, Status]:
         """The ratio of singular values, or of a covariance's eigenvalues; infinity if the rank is not full."""
         value, status = _condition(found, min_side=not self.centre)
         return value * value if self.centre else value, status
@@ -297,13 +297,13 @@ def effective_rank(x: Array, *, centre: bool = False, channels: Channels = "auto
 class _SoftRank(OfSpectrum):
     """Answers each message with a function of its shares, and with the status of the spectrum."""
 
-    def number(self, found: Spectrum) -> tuple[float, Status]:
+    def number(self, found: SpectrumOfWeights) -> tuple[float, Status]:
         """The rank and the status; fewer than 5 datapoints for each neuron make the rank too small."""
         few = self.centre and found.status == "ok" and found.rows < 5 * found.columns
         return self.rank(found), "few_samples" if few else found.status
 
     @classmethod
-    def rank(cls, found: Spectrum) -> float:
+    def rank(cls, found: SpectrumOfWeights) -> float:
         """The rank; NaN if the data has no variance or is not finite."""
         if found.status != "ok":
             return math.nan

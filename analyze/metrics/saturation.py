@@ -25,7 +25,7 @@ from analyze.metrics.metric import (
     stored,
 )
 from analyze.metrics.similarity.datapoints import Channels, channels_first, check_channels, neurons_last
-from analyze.metrics.spectra import Scatter, Spectrum, Status, code, once, real_neurons, spread
+from analyze.metrics.spectra import Scatter, SpectrumOfWeights, Status, code, once, real_neurons, spread
 from tracer.errors import MessageError
 from tracer.messaging.messages import Message, derived, message_of
 from tracer.messaging.receiver import Scope
@@ -146,7 +146,7 @@ def _nothing(n: int, d: int, status: Status) -> SaturationResult:
     return SaturationResult(math.nan, 0, d, n, math.nan, math.nan, status)
 
 
-def measured(found: Spectrum, threshold: float) -> SaturationResult:
+def measured(found: SpectrumOfWeights, threshold: float) -> SaturationResult:
     """The saturation of a spectrum of activations; never raises."""
     if found.status == "zero":
         return replace(_nothing(found.rows, found.columns, "zero"), trace=0.0, log_det=-math.inf)

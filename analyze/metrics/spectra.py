@@ -49,7 +49,7 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Spectrum:
+class SpectrumOfWeights:
     """Singular values of a matrix, or of centred activations.
 
     Attributes
@@ -118,28 +118,28 @@ def matrix(w: Array | None) -> NDArray[Any]:
     return np.ascontiguousarray(array.reshape(array.shape[0], math.prod(array.shape[1:])))
 
 
-def singular(w: Array | None) -> Spectrum:
+def singular(w: Array | None) -> SpectrumOfWeights:
     """The singular values of a weight, by LAPACK in float64; see `once`."""
     return once(w, "singular", lambda: singular_of_matrix(matrix(w)))
 
 
-def singular_of_matrix(w: NDArray[Any]) -> Spectrum:
+def singular_of_matrix(w: NDArray[Any]) -> SpectrumOfWeights:
     """The singular values of a matrix (o, i); never raises."""
     w_oi = as_float64(w)
     rows, columns = w_oi.shape
     none = np.zeros(0)
     if w_oi.size == 0:
-        return Spectrum(none, 1.0, rows, columns, "empty")
+        return SpectrumOfWeights(none, 1.0, rows, columns, "empty")
     with np.errstate(over="ignore", invalid="ignore"):
         largest = float(np.max(np.abs(w_oi)))
     if not math.isfinite(largest):
-        return Spectrum(none, 1.0, rows, columns, "nonfinite")
+        return SpectrumOfWeights(none, 1.0, rows, columns, "nonfinite")
     if largest == 0:
-        return Spectrum(np.zeros(min(rows, columns)), 1.0, rows, columns, "zero")
+        return SpectrumOfWeights(np.zeros(min(rows, columns)), 1.0, rows, columns, "zero")
     scale = power_of_two(largest)
     w_oi /= scale
     values = scipy.linalg.svdvals(w_oi if rows >= columns else w_oi.T, overwrite_a=True, check_finite=False)
-    return Spectrum(values, scale, rows, columns)
+    return SpectrumOfWeights(values, scale, rows, columns)
 
 
 class Scatter(Record):
@@ -210,23 +210,23 @@ class Scatter(Record):
         self.count = total
         self.finite = self.finite and bool(np.isfinite(self.products.sum()))
 
-    def spectrum(self) -> Spectrum:
+    def spectrum(self) -> SpectrumOfWeights:
         """The singular values of the centred datapoints; its status says why there are none."""
         size, none = len(self.mean), np.zeros(0)
         if not self.count or not size:
-            return Spectrum(none, 1.0, self.count, size, "empty")
+            return SpectrumOfWeights(none, 1.0, self.count, size, "empty")
         if not self.finite:
-            return Spectrum(none, 1.0, self.count, size, "nonfinite")
+            return SpectrumOfWeights(none, 1.0, self.count, size, "nonfinite")
         level = float(np.max(np.abs(self.mean), initial=0.0))
         trace = float(np.trace(self.products))
         # constant columns leave no more than the rounding of their mean
         if trace <= self.count * size * (8 * np.finfo(np.float64).eps * level) ** 2:
-            return Spectrum(np.zeros(min(self.count, size)), 1.0, self.count, size, "zero")
+            return SpectrumOfWeights(np.zeros(min(self.count, size)), 1.0, self.count, size, "zero")
         scale = power_of_two(math.sqrt(trace))
         squares = scipy.linalg.eigvalsh(self.products / scale**2, overwrite_a=True, check_finite=False, driver="evr")
         # n centred datapoints span at most n - 1 directions; all further eigenvalues are rounding
         values = np.sqrt(np.clip(squares[::-1][: min(max(self.count - 1, 1), size)], 0, None))
-        return Spectrum(values, scale, self.count, size)
+        return SpectrumOfWeights(values, scale, self.count, size)
 
 
 def real_neurons(x: NDArray[Any], channels: Channels) -> NDArray[Any] | None:
@@ -234,23 +234,27 @@ def real_neurons(x: NDArray[Any], channels: Channels) -> NDArray[Any] | None:
     return None if x.dtype.kind == "c" or x.ndim == 0 else neurons(x, channels)
 
 
-def spread(x: Array | None, channels: Channels) -> Spectrum:
+def spread(x: Array | None, channels: Channels) -> SpectrumOfWeights:
     """The singular values of centred activations, by the eigenvalues of their scatter in float64; see `once`."""
     return once(x, ("spread", channels), lambda: _spread(x, channels))
 
 
-def _spread(x: Array | None, channels: Channels) -> Spectrum:
+def _spread(x: Array | None, channels: Channels) -> SpectrumOfWeights:
     x_nd = real_neurons(as_array(x), channels)
     if x_nd is None:
-        return Spectrum(np.zeros(0), 1.0, 0, 0, "mismatch")
+        return SpectrumOfWeights(np.zeros(0), 1.0, 0, 0, "mismatch")
     largest = _magnitude(x_nd)
     if x_nd.size and not math.isfinite(largest):
-        return Spectrum(np.zeros(0), 1.0, x_nd.shape[0], x_nd.shape[1], "nonfinite")
+        return SpectrumOfWeights(np.zeros(0), 1.0, x_nd.shape[0], x_nd.shape[1], "nonfinite")
     scale = power_of_two(largest) if largest and not 1e-100 < largest < 1e100 else 1.0
     found = Scatter(x_nd.shape[1])
     found.add(x_nd if scale == 1 else x_nd.astype(np.float64) / scale)
     there = found.spectrum()
-    return there if scale == 1 else Spectrum(there.values, there.scale * scale, there.rows, there.columns, there.status)
+    return (
+        there
+        if scale == 1
+        else SpectrumOfWeights(there.values, there.scale * scale, there.rows, there.columns, there.status)
+    )
 
 
 def _magnitude(x: NDArray[Any]) -> float:
@@ -262,7 +266,7 @@ def _magnitude(x: NDArray[Any]) -> float:
         return max(abs(float(x.max())), abs(float(x.min())))
 
 
-def of_data(x: Array | None, centre: bool, channels: Channels) -> Spectrum:
+def of_data(x: Array | None, centre: bool, channels: Channels) -> SpectrumOfWeights:
     """The spectrum of a message's data: with `centre`, of centred activations; else of a weight."""
     return spread(x, channels) if centre else singular(x)
 
@@ -307,7 +311,7 @@ class OfSpectrum(PerMessage, Selected):
         self.centre = centred(self.kind, self.centre)
 
     @abstractmethod
-    def number(self, found: Spectrum) -> tuple[float, Status]:
+    def number(self, found: SpectrumOfWeights) -> tuple[float, Status]:
         """The number, and its status."""
 
     def measure(self, message: Message) -> tuple[float, float]:

@@ -14,7 +14,7 @@ from analyze.metrics.inputs import check, is_number, is_whole, single_number
 from analyze.metrics.metric import Series
 from analyze.rules.finding import Finding, Place, Severity
 from analyze.rules.rule import Looking, Rule, TableRule, grown
-from analyze.rules.tables import Bools, Column, Floats, OfKind, Table
+from analyze.rules.tables import Bools, Floats, OfKind, Table, TableColumn
 from tracer.messaging.messages import Message
 from tracer.numbers.past import Past, median
 
@@ -332,7 +332,7 @@ class AccumulatedGradients(TableRule):
         _, tag, _, rank = of.columns[0].series
         judged = (count > 0) | new.any(axis=1)
         network = OfKind(
-            of.kind, (Column((None, tag, "", rank), 0, 0, 0, True),), of.places.max(axis=1, keepdims=True), {}
+            of.kind, (TableColumn((None, tag, "", rank), 0, 0, 0, True),), of.places.max(axis=1, keepdims=True), {}
         )
         bad, layers = (count > 0)[:, None], count[:, None]
         yield from self.judge_all(table, network, judged[:, None], bad, layers, 0.0, layers)

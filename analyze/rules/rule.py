@@ -15,7 +15,7 @@ from analyze.metrics.inputs import check, is_whole
 from analyze.metrics.metric import Registered, Series, series_of
 from analyze.rules.coverage import Judged
 from analyze.rules.finding import Episode, Episodes, Finding, Measured, Place, Severity
-from analyze.rules.tables import Bools, Numbers, OfKind, Table, Tables
+from analyze.rules.tables import Bools, Numbers, OfKind, RuleTables, Table
 from tracer.errors import MessageError
 from tracer.messaging.messages import DEFAULT_TAG, KINDS, Message
 from tracer.messaging.subscriber import Subscriber
@@ -311,7 +311,7 @@ class TableRule(Rule):
 
     def __init__(self, *needs: Any, **where: Any) -> None:
         super().__init__(*needs, **where)
-        self.tables = Tables(self.subscriptions, self.statistics)
+        self.tables = RuleTables(self.subscriptions, self.statistics)
 
     @abstractmethod
     def judge_table(self, table: Table) -> Iterator[Message]:

@@ -1,6 +1,6 @@
 """The numbers of many messages as arrays (steps x streams), from which a rule judges all of them at once.
 
-A live run makes a `Table` of each step, from its messages; a replay makes a table of thousands of steps. `Tables`
+A live run makes a `Table` of each step, from its messages; a replay makes a table of thousands of steps. `RuleTables`
 makes both; `ByTables` gives a replay's messages to the rules.
 """
 
@@ -32,7 +32,7 @@ MESSAGES = 1 << 16
 """A table of a stretch has this many messages or more, because each column of a table costs as much as many rows."""
 
 
-class Column(NamedTuple):
+class TableColumn(NamedTuple):
     """What the numbers of a column of a table are about: the messages of a call in a series.
 
     `repeat` counts earlier messages of the same call in the same step; `axes` and `floating` are those of the tensors.
@@ -60,7 +60,9 @@ class OfKind:
         By the name of a statistic: its values; NaN where there is no message.
     """
 
-    def __init__(self, kind: str, columns: Sequence[Column], places: Wholes, numbers: Mapping[str, Floats]) -> None:
+    def __init__(
+        self, kind: str, columns: Sequence[TableColumn], places: Wholes, numbers: Mapping[str, Floats]
+    ) -> None:
         self.kind, self.columns, self.places, self._numbers = kind, columns, places, numbers
 
     def __getitem__(self, name: str) -> Floats:
@@ -97,7 +99,7 @@ class OfKind:
         order = np.argsort(self.places[found], kind="stable")
         return found[0][order], found[1][order]
 
-    def where(self, holds: Callable[[Column], bool]) -> Bools:
+    def where(self, holds: Callable[[TableColumn], bool]) -> Bools:
         """The columns of which something holds, (columns,)."""
         return np.fromiter(map(holds, self.columns), np.bool_, len(self.columns))
 
@@ -197,7 +199,7 @@ class _Piece(NamedTuple):
 
 
 @final
-class Tables:
+class RuleTables:
     """Collects what a subscriber hears until its steps are complete, and gives it as tables.
 
     It hears single messages, or thousands in a stretch of a trace.
@@ -212,8 +214,8 @@ class Tables:
 
     def __init__(self, subscriptions: Sequence[Subscription], names: Sequence[str]) -> None:
         self._subscriptions, self._names = subscriptions, tuple(names)
-        self._columns: dict[str, list[Column]] = {}
-        self._ids: dict[tuple[str, Column], int] = {}
+        self._columns: dict[str, list[TableColumn]] = {}
+        self._ids: dict[tuple[str, TableColumn], int] = {}
         self._waiting: list[_Piece] = []
         # messages that were heard one by one, by kind; and the indices of their columns
         self._heard: dict[str, list[tuple[int, tuple[int, int, int], int, list[float]]]] = {}
@@ -238,7 +240,7 @@ class Tables:
         """Take a message of the step of which the next table is."""
         kind, extent = message.kind, Extent.of(message) or Extent(0, 0, floating=False)
         values = [np.nan if message.data is None else shared(message, name) for name in self._names]
-        column = Column(series_of(message), message.call, 0, extent.axes, extent.floating)
+        column = TableColumn(series_of(message), message.call, 0, extent.axes, extent.floating)
         while (kind, number := self._column(kind, column)) in self._seen:
             column = column._replace(repeat=column.repeat + 1)
         self._seen.add((kind, number))
@@ -317,12 +319,12 @@ class Tables:
             # in the order of arrival, in which columns are numbered
             for code in dict.fromkeys(codes[columns < 0].tolist()):
                 module, tag, leaf, rank = heads.sources[code // width]
-                column = Column((module, tag, leaf, rank), code % width, 0, *numbers.column(code // width))
+                column = TableColumn((module, tag, leaf, rank), code % width, 0, *numbers.column(code // width))
                 of_codes[code] = self._column(kind, column)
             columns = of_codes[codes]
         return columns
 
-    def _column(self, kind: str, column: Column) -> int:
+    def _column(self, kind: str, column: TableColumn) -> int:
         """The index of a column among those of its kind."""
         found = self._ids.get((kind, column))
         if found is None:

@@ -15,7 +15,7 @@ from analyze.metrics.inputs import check, is_number, is_whole
 from analyze.metrics.metric import Series, series_of
 from analyze.rules.finding import Finding, Place, Severity
 from analyze.rules.rule import LastValues, Looking, TableRule, columns_of, entries, grown, latest, taken
-from analyze.rules.tables import Bools, Column, Floats, OfKind, Table, Wholes
+from analyze.rules.tables import Bools, Floats, OfKind, Table, TableColumn, Wholes
 from tracer.messaging.messages import Message
 from tracer.numbers.arrays import as_array
 from tracer.numbers.past import Pasts, median
@@ -145,7 +145,7 @@ class UpdateRatio(TableRule):
         return f"its update was {found.value:.2g} times its weights in step {found.worst}; about 0.001 is healthy"
 
 
-def _is_matrix(column: Column) -> bool:
+def _is_matrix(column: TableColumn) -> bool:
     return column.axes >= 2
 
 
@@ -255,7 +255,7 @@ class Unchanged(TableRule):
         forgotten = np.where(most, _FORGOTTEN, _AMONG_MOST)[:, None]
         return np.select([frozen, changed, reached, flat], [_FROZEN, _STOPPED, forgotten, _ZERO], _UNKNOWN)
 
-    def _is_frozen(self, column: Column) -> bool:
+    def _is_frozen(self, column: TableColumn) -> bool:
         module = column.series[0]
         return bool({module, f"{module}.weight" if module else "weight"} & self.frozen)
 

@@ -46,7 +46,7 @@ def in_time(found: Finding) -> tuple[int, int]:
     return found.first, _ORDER.get(found.rule, len(_ORDER))
 
 
-class Findings(Receiver):
+class FindingsOfRules(Receiver):
     """A receiver that keeps findings; a later message about the same finding replaces the earlier.
 
     Parameters
@@ -298,14 +298,18 @@ def _check_rank(reader: TraceReader, rules: Sequence[Rule], steps: Steps | None)
     """What rules find in a trace of one rank."""
     unjudged = {rule.name: lacking(rule, reader) for rule in rules}
     able = [rule for rule in rules if not unjudged[rule.name]]
-    findings = Findings(able)
+    findings = FindingsOfRules(able)
     tabled, others = by_tables(able, reader)
     damage = replayed(reader, tabled, [*others, findings] if others else [], findings, steps=steps)
     return concluded(reader, able, unjudged, findings, steps=steps, damage=damage)
 
 
 def replayed(
-    trace: Anywhere | TraceReader, tabled: Sequence[Reader], others: Sequence[Receiver], findings: Findings, **how: Any
+    trace: Anywhere | TraceReader,
+    tabled: Sequence[Reader],
+    others: Sequence[Receiver],
+    findings: FindingsOfRules,
+    **how: Any,
 ) -> str:
     """Replay a trace by tables for some rules, and by messages for other receivers.
 
@@ -343,7 +347,7 @@ def concluded(
     reader: TraceReader,
     able: Sequence[Rule],
     unjudged: Mapping[str, str],
-    findings: Findings,
+    findings: FindingsOfRules,
     *,
     steps: Steps | None = None,
     damage: str = "",
@@ -493,7 +497,7 @@ class Watch(Receiver):
         stop_on: str | None = None,
     ) -> None:
         self.rules: list[Rule] = rules_of(rules)
-        self.findings = Findings(self.rules)
+        self.findings = FindingsOfRules(self.rules)
         self.on_finding = on_finding
         self.stop_on = None if stop_on is None else Severity.named(stop_on)
         self.stopped: Finding | None = None

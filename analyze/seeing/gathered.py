@@ -16,8 +16,8 @@ from analyze.metrics.moments import Extent, shared
 from analyze.metrics.similarity.similarity import Similarity
 from analyze.rules.finding import Finding
 from analyze.rules.rule import LastValues, Rule
-from analyze.rules.tables import Bools, Floats, Numbers, OfKind, Table, Tables, Wholes
-from analyze.seeing.check import Checked, Findings
+from analyze.rules.tables import Bools, Floats, Numbers, OfKind, RuleTables, Table, Wholes
+from analyze.seeing.check import Checked, FindingsOfRules
 from analyze.seeing.course import Course, Grid, Matrices, Role, Steps, Values
 from tracer.messaging.messages import DEFAULT_TAG, Message
 from tracer.messaging.receiver import Receiver, describe
@@ -382,7 +382,7 @@ class Measures(Subscriber):
     def __init__(self, into: Gathered, kinds: Sequence[str]) -> None:
         super().__init__([Subscription(kinds, None, statistics="too")], ())
         self.into = into
-        self._tables = Tables(self.subscriptions, ("norm2", "nan", "inf"))
+        self._tables = RuleTables(self.subscriptions, ("norm2", "nan", "inf"))
         self._step: int | None = None
         self._weights = LastValues(0.0)  # by column of weights: the norm
 
@@ -483,7 +483,7 @@ class Measures(Subscriber):
         self.into.losses[key].add(message.global_step, float(message.data))
 
 
-class Answers(Receiver):
+class AnswersOfPage(Receiver):
     """Keeps the answers of metrics: numbers as courses, short arrays as frames, pairs of layers as matrices.
 
     The guard is held while an answer is stored.
@@ -573,7 +573,7 @@ class Reached(Receiver):
         return ()
 
 
-class Windows(Findings):
+class Windows(FindingsOfRules):
     """Findings that also open a window around the first `WINDOWS` of them, in which every value is kept."""
 
     def __init__(self, rules: Iterable[Rule], windows: list[tuple[int, int]]) -> None:

@@ -13,7 +13,7 @@ from analyze.registry import instances
 from analyze.rules.rule import Rule, TableRule
 from analyze.seeing.check import Checked, Wanted, by_tables, check, concluded, lacking, replayed, rules_of, together
 from analyze.seeing.course import COLUMNS, Grid
-from analyze.seeing.gathered import LONGEST, LOSSES, Answers, Gathered, Measures, Reached, Windows, layer_of
+from analyze.seeing.gathered import LONGEST, LOSSES, AnswersOfPage, Gathered, Measures, Reached, Windows, layer_of
 from analyze.tables.writing import needed, new_file
 from tracer.errors import CaptureError, TraceCorruptError
 from tracer.messaging.messages import DATA_KINDS, DEFAULT_TAG, KINDS, STATISTICS_SUFFIX
@@ -76,7 +76,7 @@ def gather(
     asked, judges = instances(metrics), rules_of(rules)
     with nullcontext(path) if isinstance(path, TraceReader) else TraceReader(path) as reader:
         rank = rank_shown(reader, rank)
-        once = Gathering(reader, asked, judges, rank=rank, kinds=kinds, grid=grid, grows=grows)
+        once = PageGathering(reader, asked, judges, rank=rank, kinds=kinds, grid=grid, grows=grows)
         once.run(reader, guard=guard)
         once.conclude(reader)
         return without_damage(once, reader).found
@@ -97,7 +97,7 @@ def rank_shown(reader: TraceReader, rank: int | None) -> int:
     return rank
 
 
-class Gathering:
+class PageGathering:
     """One replay that fills a `Gathered`.
 
     Parameters
@@ -219,7 +219,7 @@ class Gathering:
             told, measures = ([one for one in some if not self.missing(one, trace)] for some in each)
             tabled = [*rules, *told]
         active: list[Receiver] = [*others, *self.metrics, *measures]
-        passive = [self.findings, Answers(found, self.metrics), Reached(found), *heard]
+        passive = [self.findings, AnswersOfPage(found, self.metrics), Reached(found), *heard]
         how = {"kinds": self.only, "steps": self.steps, "rank": rank, "follow": follow, "guard": guard}
         by_messages = [*active, *passive] if active else []
         found.damage = replayed(trace, tabled, by_messages, self.findings, **how) or found.damage
@@ -247,7 +247,7 @@ def of_statistics(kinds: Sequence[str], reader: TraceReader) -> tuple[list[str],
     return [kind for kind in kinds if kind in told], [kind for kind in kinds if kind not in told]
 
 
-def without_damage(once: Gathering, reader: TraceReader) -> Gathering:
+def without_damage(once: PageGathering, reader: TraceReader) -> PageGathering:
     """The finished replay; or, if damage ended it in the first half, another one of the readable kinds only."""
     found = once.found
     if not found.damage or found.span is None or 2 * found.reached >= sum(found.span):
@@ -257,7 +257,7 @@ def without_damage(once: Gathering, reader: TraceReader) -> Gathering:
     if not sound or len(sound) == len(there):
         return once
     metrics, rules = once.asked
-    again = Gathering(reader, metrics, rules, rank=found.rank, kinds=once.kinds, grid=once.grid, only=sound)
+    again = PageGathering(reader, metrics, rules, rank=found.rank, kinds=once.kinds, grid=once.grid, only=sound)
     again.run(reader)
     again.conclude(reader)
     again.found.damage = f"{found.damage}; left out for that: {', '.join(sorted(there - set(sound)))}"

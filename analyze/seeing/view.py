@@ -14,8 +14,8 @@ from typing import NamedTuple, Self, final
 from analyze.registry import instances, subscribers
 from analyze.seeing.check import Wanted, rules_of
 from analyze.seeing.course import Grid
-from analyze.seeing.gathered import Answers, Gathered
-from analyze.seeing.report import Gathering, rank_shown, reference, without_damage
+from analyze.seeing.gathered import AnswersOfPage, Gathered
+from analyze.seeing.report import PageGathering, rank_shown, reference, without_damage
 from tracer.errors import CaptureError, TracerError, UnknownNameError
 from tracer.messaging.messages import Message
 from tracer.messaging.receiver import Receiver, describe
@@ -352,10 +352,10 @@ class View:
         self._gatherer = self._gather(self._next).start()
         self.asked = [one if one.job.state == CANCELLED else self._ask(one.title, one.metric) for one in self.asked]
 
-    def _gathering(self) -> Gathering:
-        return Gathering(self.reader, (), self.rules, rank=self.rank, grows=self.following)
+    def _gathering(self) -> PageGathering:
+        return PageGathering(self.reader, (), self.rules, rank=self.rank, grows=self.following)
 
-    def _gather(self, gathering: Gathering) -> Job:
+    def _gather(self, gathering: PageGathering) -> Job:
         def work(job: Job) -> None:
             gathering.run(self.path, job, follow=gathering.found.grows, guard=job.guard(self.turns))
             with TraceReader(self.path) as reader:
@@ -429,7 +429,7 @@ class View:
         follow = gathering.found.grows
 
         def work(job: Job) -> None:
-            answers = Answers(gathering.found, [own], job.guard(self.turns))
+            answers = AnswersOfPage(gathering.found, [own], job.guard(self.turns))
             listening = (own, answers, job)
             replay(self.path, *listening, kinds=gathering.only, rank=self.rank, follow=follow, guard=job.guard())
 
@@ -457,7 +457,7 @@ class View:
     def look(self, first: int, last: int, into: list[Gathered]) -> Job:
         """Replay the steps between two, both inclusive, in the background, and append the result to `into`."""
         metrics = [one.metric for one in self.asked if one.job.state in (RUNNING, DONE)]
-        gathering = Gathering(
+        gathering = PageGathering(
             self.reader, metrics, (), rank=self.rank, grid=Grid.over(max(0, first - BEFORE), last),
             only=self._shown.only, steps=(max(0, first - BEFORE), last + 1),
         )  # fmt: skip

@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from analyze.tables.columns import Columns
+from analyze.tables.columns import AnswerColumns
 from analyze.tables.writing import xarray
 from tracer.errors import MessageError, UnknownNameError
 
@@ -42,7 +42,7 @@ def words(values: Iterable[object]) -> NDArray[np.object_]:
     return found
 
 
-def dataset_of(answers: Columns, kinds: str | Iterable[str] | None = None) -> Any:
+def dataset_of(answers: AnswerColumns, kinds: str | Iterable[str] | None = None) -> Any:
     """Answers as a dataset: see `analyze.Results.to_xarray`."""
     xr = xarray()
     there = _fields(answers)
@@ -75,7 +75,7 @@ def dataset_of(answers: Columns, kinds: str | Iterable[str] | None = None) -> An
     return xr.Dataset(variables, coordinates, {"trace": traces.pop()} if len(traces) == 1 else {})
 
 
-def _fields(answers: Columns) -> _Fields:
+def _fields(answers: AnswerColumns) -> _Fields:
     """The fields of all answers, their positions, and how many numbers each has."""
     ids = np.array(answers.stream_ids, np.int64)
     of_streams = {name: name for name in ("kind", *_FIELDS[:-1])} | {"layer": "place"}
@@ -112,7 +112,7 @@ def _differing(of: _Fields) -> dict[str, list[Any]]:
     return {axis: values for axis, values in found.items() if (values != [""] if axis == "layer" else len(values) > 1)}
 
 
-def _variable(answers: Columns, kind: str, of: _Fields, places: Mapping[str, list[Any]]) -> tuple[Any, ...]:
+def _variable(answers: AnswerColumns, kind: str, of: _Fields, places: Mapping[str, list[Any]]) -> tuple[Any, ...]:
     """The axes, the values and the attributes of the variable of a kind; `places`: the values along each axis.
 
     Raises

@@ -57,7 +57,7 @@ def as_json(row: NamedTuple) -> dict[str, Any]:
     return {name: finite(value) for name, value in row._asdict().items()}
 
 
-class Stream(NamedTuple):
+class AnswerStream(NamedTuple):
     """The fields that all answers of one series have in common."""
 
     trace: str
@@ -70,7 +70,7 @@ class Stream(NamedTuple):
     dtype: str | None
 
     @classmethod
-    def of(cls, message: Message, trace: str, subscriber: str) -> Stream:
+    def of(cls, message: Message, trace: str, subscriber: str) -> AnswerStream:
         """The stream of an answer."""
         dtype = None if message.data is None else str(message.data.dtype).removeprefix("torch.")
         fields = (message.kind, message.key, message.tag, message.leaf, message.rank)
@@ -88,7 +88,7 @@ class Stream(NamedTuple):
 
 
 class Answers(Protocol):
-    """Storage of the answers of `Results`: in memory (`Columns`), or in the files of a batch."""
+    """Storage of the answers of `Results`: in memory (`AnswerColumns`), or in the files of a batch."""
 
     def __len__(self) -> int:
         """How many rows."""
@@ -99,12 +99,12 @@ class Answers(Protocol):
     def messages(self) -> Iterator[Message]:
         """The answers as messages."""
 
-    def gathered(self) -> Columns:
+    def gathered(self) -> AnswerColumns:
         """All answers in memory."""
 
 
 @final
-class Columns:
+class AnswerColumns:
     """Answers in memory: a list of streams, arrays with an entry per message, and an array of all numbers.
 
     Attributes
@@ -123,8 +123,8 @@ class Columns:
     __slots__ = ("_ids", "counters", "shapes", "starts", "stream_ids", "streams", "values")
 
     def __init__(self) -> None:
-        self.streams: list[Stream] = []
-        self._ids: dict[Stream, int] = {}
+        self.streams: list[AnswerStream] = []
+        self._ids: dict[AnswerStream, int] = {}
         self.stream_ids = array("q")
         self.counters = {name: array("q") for name in COUNTERS}
         self.shapes: list[tuple[int, ...]] = []
@@ -144,7 +144,7 @@ class Columns:
         data = message.data
         if data is not None and data.is_complex():
             raise _complex(message.kind, message.key, data.dtype)
-        stream = Stream.of(message, trace, subscriber)
+        stream = AnswerStream.of(message, trace, subscriber)
         counters = (message.epoch, message.train_step, message.global_step, message.call)
         shape: tuple[int, ...] = (0,) if data is None else tuple(data.shape)
         values = array("d")
@@ -214,11 +214,11 @@ class Columns:
             source = stack.heads.sources[code - begins[number]]
             dtype = None if stack.data is None else str(stack.data.dtype).removeprefix("torch.")
             fields = (stack.kind, source.module, source.tag, source.leaf, source.rank)
-            ids[code] = self._id_of(Stream(trace, subscribers[stack.kind], *fields, dtype))
+            ids[code] = self._id_of(AnswerStream(trace, subscribers[stack.kind], *fields, dtype))
         return ids[ordered]
 
-    def extend(self, other: Columns) -> None:
-        """Append all answers of another `Columns`."""
+    def extend(self, other: AnswerColumns) -> None:
+        """Append all answers of another `AnswerColumns`."""
         ids = [self._id_of(stream) for stream in other.streams]
         self.stream_ids.extend([ids[number] for number in other.stream_ids])
         for name, counter in self.counters.items():
@@ -228,7 +228,7 @@ class Columns:
         self.starts.extend([end + start for start in other.starts[1:]])
         self.values.extend(other.values)
 
-    def _id_of(self, stream: Stream) -> int:
+    def _id_of(self, stream: AnswerStream) -> int:
         """The index of a stream; a new stream is added."""
         number = self._ids.get(stream)
         if number is None:
@@ -281,7 +281,7 @@ class Columns:
             fields |= {"kind": stream.kind, "tag": stream.tag, "leaf": stream.leaf, "rank": stream.rank, "data": data}
             yield message_of(stream.module, **fields)
 
-    def gathered(self) -> Columns:
+    def gathered(self) -> AnswerColumns:
         """The answers in memory, which is this object."""
         return self
 
@@ -337,11 +337,11 @@ class Columns:
         return alike
 
     @classmethod
-    def of(cls, table: Mapping[str, Sequence[Any]], structure: Mapping[str, Any]) -> Columns:
+    def of(cls, table: Mapping[str, Sequence[Any]], structure: Mapping[str, Any]) -> AnswerColumns:
         """Restore the answers from their `table` and `structure`."""
         made = cls()
         for stream in structure["streams"]:
-            made._id_of(Stream(*stream))
+            made._id_of(AnswerStream(*stream))
         alike, which = made._alike(), iter(structure["which"])
         empty = {position: rest for position, *rest in structure["empty"]}
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from analyze.tables.columns import Columns
+from analyze.tables.columns import AnswerColumns
 from analyze.tables.layout import shortened
 from analyze.tables.series import mean_of
 from analyze.tables.writing import needed
@@ -43,7 +43,7 @@ class _Course(NamedTuple):
     values: NDArray[np.float64]
 
 
-def figure_of(answers: Columns, *, log: bool | None = None) -> Figure:
+def figure_of(answers: AnswerColumns, *, log: bool | None = None) -> Figure:
     """Draw answers over their global steps.
 
     Parameters
@@ -175,7 +175,7 @@ def _figure(width: float, height: float) -> Figure:
     return figure
 
 
-def _courses(answers: Columns) -> dict[str, list[_Course]]:
+def _courses(answers: AnswerColumns) -> dict[str, list[_Course]]:
     """The series of each kind; an array answer counts as the mean of its finite numbers."""
     positions: dict[tuple[str, str], list[int]] = {}
     several = len({stream.trace for stream in answers.streams}) > 1

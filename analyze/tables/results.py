@@ -9,7 +9,7 @@ from typing import Any, final
 from numpy.typing import NDArray
 
 from analyze.tables import arrays, writing
-from analyze.tables.columns import COLUMNS, Answers, Columns, Row
+from analyze.tables.columns import COLUMNS, AnswerColumns, Answers, Row
 from analyze.tables.plotting import FORMATS, figure_of
 from analyze.tables.series import ResultsTable, Series, series_of
 from tracer.errors import UnknownNameError
@@ -61,9 +61,9 @@ class Results:
     """
 
     def __init__(self, answers: Answers | None = None) -> None:
-        self._answers: Answers = Columns() if answers is None else answers
+        self._answers: Answers = AnswerColumns() if answers is None else answers
 
-    def _gathered(self) -> Columns:
+    def _gathered(self) -> AnswerColumns:
         """Load the answers into memory, where they stay."""
         self._answers = found = self._answers.gathered()
         return found
@@ -119,7 +119,7 @@ class Results:
         >>> [message.data for message in Results.restored(results.columns(), results.structure()).messages()]
         [tensor([[4, 2]])]
         """
-        return Results(Columns.of(columns, structure))
+        return Results(AnswerColumns.of(columns, structure))
 
     def sink(self, subscribers: Iterable[Receiver], trace: str = "") -> Sink:
         """A receiver, for a bus or a replay, that adds the subscribers' answers to these results."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, final
 import numpy as np
 from numpy.typing import NDArray
 
-from analyze.tables.columns import Columns, Row
+from analyze.tables.columns import AnswerColumns, Row
 from analyze.tables.layout import shortened
 from tracer.shown import printable
 
@@ -114,7 +114,7 @@ class Series(NamedTuple):
     first_strange: int | None = None
 
 
-def series_of(answers: Columns) -> list[Series]:
+def series_of(answers: AnswerColumns) -> list[Series]:
     """A `Series` per series of answers, in order of their first answers."""
     keys: dict[tuple[str, str, str, str, int], int] = {}
     of_stream = [

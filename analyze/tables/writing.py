@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TextIO, TypeAlias, final
 
 import numpy as np
 
-from analyze.tables.columns import COLUMNS, WHOLE, Columns, Row, Stream, as_json, positions
+from analyze.tables.columns import COLUMNS, WHOLE, AnswerColumns, AnswerStream, Row, as_json, positions
 from tracer.errors import TraceError, TraceExistsError, TraceNotFoundError, TracerError
 from tracer.messaging.messages import Message
 from tracer.shown import in_cell, in_json
@@ -195,7 +195,7 @@ Clock: TypeAlias = Callable[[int], float]
 """A function from a global step to its time, in seconds since 1970."""
 
 
-def write_events(answers: Columns, logdir: PathLike, times: Mapping[str, Clock]) -> None:
+def write_events(answers: AnswerColumns, logdir: PathLike, times: Mapping[str, Clock]) -> None:
     """Write event files below a folder: see `analyze.Results.to_tensorboard`.
 
     Raises
@@ -250,7 +250,7 @@ def _run_of(trace: str) -> str:
 class _Events:
     """Writes the answers of one rank of a trace as events; histogram counts wait for their edges."""
 
-    def __init__(self, writer: Any, streams: Iterable[Stream], when: Clock | None) -> None:
+    def __init__(self, writer: Any, streams: Iterable[AnswerStream], when: Clock | None) -> None:
         self._writer = writer
         self._when = when
         # the kind of edges may end in a label: weights_histogram_edges_fine
@@ -261,7 +261,7 @@ class _Events:
         }
         self._counted: dict[tuple[Any, ...], torch.Tensor] = {}
 
-    def add(self, stream: Stream, message: Message) -> None:
+    def add(self, stream: AnswerStream, message: Message) -> None:
         """Write an answer."""
         if message.data is None:
             return

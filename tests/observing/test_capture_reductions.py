@@ -22,7 +22,7 @@ from tests.observing.recorded import finished, mlp, observe, sgd, watch
 from tracer import Capture, CaptureError
 from tracer.observing import reductions
 from tracer.observing.capture import REDUCTIONS
-from tracer.observing.reductions import Sketch, projection
+from tracer.observing.reductions import SketchReduction, projection
 
 ORACLES: dict[str, Callable[[Any], Any]] = {
     "mean": np.mean,
@@ -294,7 +294,7 @@ def test_products_with_the_projection(dtype: torch.dtype, kept: torch.dtype) -> 
         torch.complex128 if dtype.is_complex else torch.float64
     )
     with torch.autocast("cpu", torch.bfloat16):
-        found = Sketch(8).of(x, 1)
+        found = SketchReduction(8).of(x, 1)
     assert found.dtype is kept
     np.testing.assert_allclose(found.numpy(), exact.numpy(), atol=1e-4)
     if kept is torch.float64:
@@ -311,7 +311,7 @@ def test_coarse_products_of_the_program_are_not_those_of_a_sketch(monkeypatch: p
 
     for precision in (lambda: "high", unknown):
         monkeypatch.setattr(torch, "get_float32_matmul_precision", precision)
-        assert torch.equal(Sketch(8).of(x, 1), exact)
+        assert torch.equal(SketchReduction(8).of(x, 1), exact)
 
 
 def test_narrow_layers_are_kept_as_they_are() -> None:
@@ -408,12 +408,12 @@ def test_a_projection_that_is_too_large_to_keep(monkeypatch: pytest.MonkeyPatch)
     x = torch.randn(3, 5, 101, generator=torch.Generator().manual_seed(0))
     kept = reductions._KEPT._kept
     for axis, data in ((2, x), (1, x.movedim(2, 1))):
-        found = Sketch(8).of(data, axis)
+        found = SketchReduction(8).of(data, axis)
         np.testing.assert_allclose(found.movedim(axis, 2).numpy(), x.numpy() @ projection(101, 8, 0), atol=1e-5)
         assert not kept
     for seed in range(3):
         for width in (30, 50, 40):
-            Sketch(8, seed).of(x[..., :width], 2)
+            SketchReduction(8, seed).of(x[..., :width], 2)
         assert sum(one.nbytes for one in kept.values()) <= 4 * 8 * 100
     assert [(key[0].seed, len(one)) for key, one in kept.items()] == [(1, 50), (2, 50)]
 
@@ -432,7 +432,7 @@ def test_widths_share_one_projection(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(3, 200, generator=torch.Generator().manual_seed(0))
     for _ in range(3):
         for width in (100, *range(60, 100), 200):
-            found = Sketch(8, 1).of(x[:, :width], 1)
+            found = SketchReduction(8, 1).of(x[:, :width], 1)
             assert torch.equal(found, x[:, :width] @ whole[:width])
     assert drawn == [100, 200]
 

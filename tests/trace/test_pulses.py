@@ -21,9 +21,9 @@ from tracer import Capture, Message, NetworkMessage, TraceWriter
 from tracer.errors import CaptureError, TraceCorruptError
 from tracer.format.journal import Column
 from tracer.messaging.bus import MessageBus
-from tracer.messaging.pulses import PULSE, Row, messages_of, rows_of, sampling_of
+from tracer.messaging.pulses import PULSE, PulseRow, messages_of, rows_of, sampling_of
 from tracer.messaging.receiver import Collect
-from tracer.numbers.gathered import Gathered, statistics_of_many
+from tracer.numbers.gathered import GatheredTensors, statistics_of_many
 from tracer.numbers.statistics import ENTRIES, statistics_of
 from tracer.observing.clock import At, Clock, Problems, StreamKey
 from tracer.observing.pulses import Pulses, RowKind
@@ -254,7 +254,9 @@ def pulse(rows: int, sampling: dict[str, Any]) -> Message:
     return NetworkMessage(kind=PULSE, data=torch.zeros(rows, 3, dtype=torch.float64), sampling=sampling, **where)
 
 
-TOLD = sampling_of([Row("weights_norms", "0", "", 0, None), Row("weights_norms", "1", "", 2, {"reduce": "x"})], ["a"])
+TOLD = sampling_of(
+    [PulseRow("weights_norms", "0", "", 0, None), PulseRow("weights_norms", "1", "", 2, {"reduce": "x"})], ["a"]
+)
 
 
 @pytest.mark.parametrize(
@@ -291,7 +293,7 @@ def test_many_sets_of_rows_share_an_array(tmp_path: Path) -> None:
     with TraceWriter(tmp_path / "run.zarr") as writer:
         for count in range(1, 60):
             told = sampling_of(
-                [Row("weights_norms", str(number), "", 0, None) for number in range(count)], ["a", "b", "c"]
+                [PulseRow("weights_norms", str(number), "", 0, None) for number in range(count)], ["a", "b", "c"]
             )
             writer.write(pulse(count, told))
     with tracer.open(tmp_path / "run.zarr") as trace:
@@ -373,7 +375,7 @@ def test_numbers_read_together_are_those_of_each(sizes: list[int], seed: int, fa
     with np.errstate(over="ignore"):
         arrays = [(far + 10 * random.standard_normal(size)).astype(dtype) for size in sizes]
     arrays[0][:] = arrays[0][0]
-    gathered = Gathered()
+    gathered = GatheredTensors()
     assert [gathered.add(one) for one in arrays] == list(range(len(arrays)))
     for array, row in zip(arrays, gathered.statistics(), strict=True):
         alone = statistics_of_many(array.astype(np.float64), np.zeros(1, np.int64))[0]
@@ -394,7 +396,7 @@ def test_more_than_the_buffer_holds() -> None:
     """Also with NaN and infinities."""
     arrays = [np.full(8000, number, np.float32) for number in range(40)]
     arrays[3][5], arrays[30][7] = np.nan, -np.inf
-    gathered = Gathered()
+    gathered = GatheredTensors()
     for one in arrays:
         gathered.add(one)
     found = gathered.statistics()

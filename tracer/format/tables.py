@@ -18,7 +18,7 @@ from tracer.format.encodings import STORAGE_DTYPES, is_encoded
 from tracer.format.journal import COUNTERS, HAS_DATA, NONE, Column, is_shape
 from tracer.format.placement import Placement
 from tracer.format.summaries import Fact, Summary
-from tracer.messaging.pulses import PULSE, Row, rows_of
+from tracer.messaging.pulses import PULSE, PulseRow, rows_of
 
 _T = TypeVar("_T")
 _facts_of = operator.itemgetter("id", "kind", "network", "module", "tag", "leaf", "dtype", "rank")
@@ -55,9 +55,9 @@ class Stream(NamedTuple):
     sampling: dict[str, Any] | None
     rank: int
     placement: Placement | None = None
-    rows: tuple[Row, ...] = ()
+    rows: tuple[PulseRow, ...] = ()
 
-    def of_row(self, row: Row) -> Stream:
+    def of_row(self, row: PulseRow) -> Stream:
         """The stream of the messages that a row of this pulse is."""
         sampling = None if row.sampling is None else dict(row.sampling)
         place = _placement(sampling)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from tracer.errors import MessageError, raised_by_signal, warn_only
 from tracer.messaging.messages import DEFAULT_TAG, MODULE_KINDS, NETWORK_KINDS, Message, ModuleMessage, NetworkMessage
-from tracer.messaging.pulses import PULSE, Row, is_pulse, messages_of, rows_of
+from tracer.messaging.pulses import PULSE, PulseRow, is_pulse, messages_of, rows_of
 from tracer.messaging.receiver import Receiver, describe, in_order
 from tracer.messaging.stacks import Stack, Stretch, Wants
 from tracer.messaging.subscription import Named
@@ -73,7 +73,7 @@ class MessageBus:
         # by kind, module and tag, the answer of `_hearing` for the present receivers
         self._heard: dict[tuple[str, str | None, str], tuple[tuple[Receiver, bool], ...]] = {}
         # by the id of the sampling of a pulse: the sampling, and the rows that receivers hear which take no pulses
-        self._pulses: dict[int, tuple[Mapping[str, Any], list[tuple[int, Row]]]] = {}
+        self._pulses: dict[int, tuple[Mapping[str, Any], list[tuple[int, PulseRow]]]] = {}
         self.takes_pulses = False
         """Whether a receiver gets pulses as they are."""
         self._publishing = False
@@ -338,7 +338,7 @@ class MessageBus:
             self._deliver(message, message.key, of_pulses=False)
             self._deliver_queued()  # answers to a row come before the next row, as they do in a replay
 
-    def _rows_heard(self, pulse: Message) -> list[tuple[int, Row]]:
+    def _rows_heard(self, pulse: Message) -> list[tuple[int, PulseRow]]:
         """The rows of a pulse whose messages a receiver may want that takes no pulses, with their indices."""
         assert pulse.sampling is not None
         known = self._pulses.get(id(pulse.sampling))

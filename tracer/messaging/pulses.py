@@ -15,7 +15,7 @@ PULSE: Final = "pulse"
 """The kind of a message whose data is a row for each of several messages, along the first axis."""
 
 
-class Row(NamedTuple):
+class PulseRow(NamedTuple):
     """What the message of a row has besides the counters, tag and rank of its pulse.
 
     Attributes
@@ -39,7 +39,7 @@ def is_pulse(message: Message) -> bool:
     return message.kind == PULSE and message.sampling is not None
 
 
-def sampling_of(rows: Sequence[Row], numbers: Sequence[str]) -> dict[str, Any]:
+def sampling_of(rows: Sequence[PulseRow], numbers: Sequence[str]) -> dict[str, Any]:
     """The sampling of a pulse with these rows (JSON values); `numbers` names the elements of a row.
 
     Examples
@@ -59,7 +59,7 @@ def sampling_of(rows: Sequence[Row], numbers: Sequence[str]) -> dict[str, Any]:
     return {"rows": told, "samplings": samplings, "numbers": list(numbers)}
 
 
-def rows_of(sampling: Mapping[str, Any]) -> tuple[Row, ...]:
+def rows_of(sampling: Mapping[str, Any]) -> tuple[PulseRow, ...]:
     """The rows of a pulse with this sampling.
 
     Raises
@@ -77,13 +77,13 @@ def rows_of(sampling: Mapping[str, Any]) -> tuple[Row, ...]:
             raise ValueError(f"a row of a pulse is {[kind, module, leaf, call, number]}")
         if number >= len(samplings):
             raise ValueError(f"a row of a pulse has the sampling {number} of {len(samplings)}")
-        found.append(Row(kind, module, leaf, call, samplings[number]))
+        found.append(PulseRow(kind, module, leaf, call, samplings[number]))
     if not found:
         raise ValueError("a pulse has no rows")
     return tuple(found)
 
 
-def messages_of(pulse: Message, rows: Iterable[tuple[int, Row]]) -> Iterator[Message]:
+def messages_of(pulse: Message, rows: Iterable[tuple[int, PulseRow]]) -> Iterator[Message]:
     """The messages of some rows of a pulse, each given with its index."""
     assert pulse.data is not None
     table = pulse.data.unbind()

@@ -24,7 +24,7 @@ _MANY: Final = 1024
 
 
 @final
-class Gathered:
+class GatheredTensors:
     """Gathers small arrays, and computes the statistics of all of them.
 
     Attributes

@@ -19,7 +19,7 @@ from tracer.messaging.messages import DEFAULT_TAG, KINDS, STATE_KINDS, Message, 
 from tracer.messaging.subscription import matches_tag
 from tracer.numbers.statistics import ENTRIES, statistics_of
 from tracer.observing.device.reading import hash_on_device, statistics_on_device, stays
-from tracer.observing.reductions import DTYPES, PIECE, REDUCTIONS, Sketch, hash_of, nothing
+from tracer.observing.reductions import DTYPES, PIECE, REDUCTIONS, SketchReduction, hash_of, nothing
 from tracer.shown import table
 
 _LOSSES = ("loss", "loss_terms")
@@ -445,9 +445,9 @@ class Capture:
         return self.everything or (KINDS[kind].state and self.beside(kind) is None and self.condition is None)
 
     @cached_property
-    def sketch(self) -> Sketch | None:
+    def sketch(self) -> SketchReduction | None:
         """The sketch that `reduce` names, if any."""
-        return Sketch.parse(self.reduce, self.seed) if isinstance(self.reduce, str) else None
+        return SketchReduction.parse(self.reduce, self.seed) if isinstance(self.reduce, str) else None
 
     @cached_property
     def runs(self) -> bool:

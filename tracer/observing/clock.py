@@ -205,7 +205,7 @@ class StreamKey(NamedTuple):
     leaf: str
 
 
-class Numbers:
+class CallNumbers:
     """Counts the calls of modules and the messages of streams, in each step."""
 
     def __init__(self) -> None:

@@ -95,7 +95,7 @@ class Dues:
         return self.mask
 
 
-class Stream:
+class DemandedStream:
     """Who asks for the messages of a kind about one module or parameter, and by which captures it is observed.
 
     Parameters
@@ -211,13 +211,13 @@ class Stream:
 
 
 class _Either:
-    """Who wants a stream of an undecided pass, which may be of the training or an evaluation; used like a `Stream`."""
+    """Who wants a stream of an undecided pass, of the training or an evaluation; used like a `DemandedStream`."""
 
     __slots__ = ("_evaluation", "_training", "asked")
 
     by_epoch = steady = False
 
-    def __init__(self, training: Stream, evaluation: Stream) -> None:
+    def __init__(self, training: DemandedStream, evaluation: DemandedStream) -> None:
         self._training, self._evaluation = training, evaluation
         self.asked = training.asked or evaluation.asked
 
@@ -229,7 +229,7 @@ class _Either:
 Captures: TypeAlias = "tuple[Capture, ...]"
 
 
-class OfParameters(dict[str, tuple[Stream | None, Stream | None, Stream | None]]):
+class OfParameters(dict[str, tuple[DemandedStream | None, DemandedStream | None, DemandedStream | None]]):
     """By path, the streams of a parameter's values, gradients and updates; None for those nobody asks for."""
 
 
@@ -291,7 +291,7 @@ class Demand:
         self.quiet_until = 0
         self._asked_at = -1  # the last step for which `nothing_due` asked
         self._inside = 0  # the bits of `dues` of the captures that take what modules and parameters have
-        self._streams: dict[tuple[str, str | None, str], Stream] = {}
+        self._streams: dict[tuple[str, str | None, str], DemandedStream] = {}
         self._either: dict[tuple[str, str | None], _Either] = {}
         self._of_parameters: OfParameters | None = None
         self.dues = Dues(())  # of the captures that observe training passes
@@ -432,13 +432,13 @@ class Demand:
         )
         return names and self.stream(kind, path, tag).asked
 
-    def stream(self, kind: str, path: str | None, tag: str) -> Stream | _Either:
+    def stream(self, kind: str, path: str | None, tag: str) -> DemandedStream | _Either:
         """Who wants a stream; good until `ask_anew` or `give_up` is called."""
         if type(tag) is UndecidedTag:
             return self._either_of(kind, path, tag)
         return self._stream(kind, path, tag)
 
-    def _either_of(self, kind: str, path: str | None, tag: UndecidedTag) -> Stream | _Either:
+    def _either_of(self, kind: str, path: str | None, tag: UndecidedTag) -> DemandedStream | _Either:
         """Who wants a stream of a pass that is or was undecided."""
         if tag.decided:
             return self._stream(kind, path, tag.decided)
@@ -448,7 +448,7 @@ class Demand:
             self._either[kind, path] = known
         return known
 
-    def _stream(self, kind: str, path: str | None, tag: str) -> Stream:
+    def _stream(self, kind: str, path: str | None, tag: str) -> DemandedStream:
         known = self._streams.get((kind, path, tag))
         if known is None:
             captures = self.captures_of(kind, path, tag) if kind in KINDS else (EVERYTHING,)
@@ -456,7 +456,7 @@ class Demand:
             if (kind, path) in self._given_up:
                 captures = apart = ()
             own_times = tag in self._own_times
-            known = Stream(kind, path, tag, captures, self.asking, apart, own_times=own_times, dues=self.dues)
+            known = DemandedStream(kind, path, tag, captures, self.asking, apart, own_times=own_times, dues=self.dues)
             self._streams[kind, path, tag] = known
         return known
 
@@ -537,14 +537,14 @@ class Demand:
         if not stream.asked:
             return ()
         step, _, epoch, batch = at if at is not None else self.at(tag)
-        if isinstance(stream, Stream) and stream.steady and step == self.dues.step:
+        if isinstance(stream, DemandedStream) and stream.steady and step == self.dues.step:
             known = stream.by_mask.get(self.dues.mask & stream.mask)
             if known is not None:
                 return known
         return stream.wanted(epoch if stream.by_epoch else step, batch)
 
     def is_steady(self, kind: str, path: str | None) -> bool:
-        """Whether in training steps only the captures that are due decide on a stream (`Stream.steady`)."""
+        """Whether in training steps only the captures that are due decide on a stream (`DemandedStream.steady`)."""
         return self._stream(kind, path, DEFAULT_TAG).steady
 
     def hears(self, tag: str, batch: int = 0) -> bool:

@@ -28,7 +28,7 @@ from tracer.errors import CaptureError
 from tracer.format.placement import is_distributed
 from tracer.messaging.messages import DEFAULT_TAG
 from tracer.messaging.receiver import Receiver
-from tracer.observing.part import Ground, Part
+from tracer.observing.part import ExporterPart, Ground
 from tracer.observing.pytorch.autograd import behind
 from tracer.observing.pytorch.patches import BACKWARD
 from tracer.observing.pytorch.tensors import summed
@@ -223,7 +223,7 @@ def without_hooks(tensors: Iterable[Tensor]) -> Iterator[None]:
             hooks.update(before)
 
 
-class Differentiable(Part):
+class Differentiable(ExporterPart):
     """Gives subscribers that need the model the `Derivatives` of each loss, before its message."""
 
     def __init__(self, ground: Ground, ranks: Ranks) -> None:

@@ -26,7 +26,7 @@ from tracer.observing.derivatives import Differentiable
 from tracer.observing.gradients import GRADIENT_NORMS
 from tracer.observing.guesses.optimizers import observable
 from tracer.observing.losses import Differentiation, Losses, Values
-from tracer.observing.part import Ground, Part
+from tracer.observing.part import ExporterPart, Ground
 from tracer.observing.passes import Calls, ComputedWeights, EncoderLayers, Passes
 from tracer.observing.probes import PROBE, ProbePlan, Probes
 from tracer.observing.pytorch.hooks import Role, Site, after_accumulation, after_forward, before_forward
@@ -38,7 +38,7 @@ from tracer.observing.steps import OptimizerSteps, Retrospect, Steps
 from tracer.observing.wanted_parameters import UpdateTurns
 
 
-class Parts(Part):
+class ExporterParts(ExporterPart):
     """The parts of an exporter. Hangs their hooks where a receiver wants data.
 
     Parameters
@@ -271,7 +271,7 @@ class Exporter:
         self.captures: tuple[Capture, ...] = (capture,) if isinstance(capture, Capture) else tuple(capture)
         self.strict = strict
         self.message_bus = message_bus if message_bus is not None else MessageBus("exporter")
-        self.parts = Parts(Ground(self.message_bus, self.captures, strict=strict))
+        self.parts = ExporterParts(Ground(self.message_bus, self.captures, strict=strict))
         """The exporter's parts, for recorders that need more than the public methods."""
 
     # -- what to listen to ----------------------------------------------------------------------------------

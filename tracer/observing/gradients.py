@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from tracer import walking
 from tracer.messaging.messages import DEFAULT_TAG
 from tracer.observing.clock import At, StreamKey, UndecidedTag
-from tracer.observing.part import Ground, Part
+from tracer.observing.part import ExporterPart, Ground
 from tracer.observing.pulses import PulseRows
 from tracer.observing.pytorch.autograd import backward_node, next_node
 from tracer.observing.pytorch.hooks import Told, on_gradient, on_gradient_once
@@ -43,7 +43,7 @@ class CallPlan(NamedTuple):
     gradients: PulseRows | None
 
 
-class Gradients(Part):
+class Gradients(ExporterPart):
     """Watches tensors of a forward, and publishes their gradients."""
 
     def __init__(self, ground: Ground) -> None:
@@ -320,7 +320,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype | None:
     return torch.float32 if dtype.itemsize < 4 else None
 
 
-class GradientNorms(Part):
+class GradientNorms(ExporterPart):
     """Publishes the norm of all gradients of each model in each recorded step.
 
     The norm before clipping is that of the gradients when the last backward before an optimizer's step is over,

@@ -17,7 +17,7 @@ from tracer.errors import CaptureError, MessageError
 from tracer.messaging.messages import DEFAULT_TAG, EVAL_TAG, TRAIN_MODE
 from tracer.observing.clock import At, StreamKey, UndecidedTag
 from tracer.observing.derivatives import Differentiable
-from tracer.observing.part import Ground, Part
+from tracer.observing.part import ExporterPart, Ground
 from tracer.observing.passes import Passes
 from tracer.observing.pytorch.autograd import (
     checkpointed_inputs,
@@ -41,7 +41,7 @@ _OF_LOSSES = ("loss", "loss_terms", "input_labels", "network_output")
 """The kinds of messages that a call of a loss may produce."""
 
 
-class Losses(Part):
+class Losses(ExporterPart):
     """Observes the losses that the user has set.
 
     Attributes
@@ -213,7 +213,7 @@ def _names_of(loss: Callable[..., Any] | Iterable[str]) -> list[str]:
     return names
 
 
-class Differentiation(Part):
+class Differentiation(ExporterPart):
     """Observes the tensors that the program differentiates, which are the training's losses.
 
     Attributes
@@ -319,7 +319,7 @@ class Differentiation(Part):
             self.gradients.watch_scale(scaled, scale)
 
 
-class Values(Part):
+class Values(ExporterPart):
     """Publishes values that a user logs."""
 
     def __init__(self, ground: Ground, passes: Passes) -> None:

@@ -24,7 +24,7 @@ from tracer.observing.clock import At, StreamKey
 from tracer.observing.demand import Captures, OfParameters, is_beside_statistics
 from tracer.observing.device.reading import Noted
 from tracer.observing.models import Parameter
-from tracer.observing.part import Ground, Part
+from tracer.observing.part import ExporterPart, Ground
 from tracer.observing.pulses import PulseRows
 from tracer.observing.pytorch.tensors import same_storage, unscaled
 from tracer.observing.wanted_parameters import Ranks, Small, SmallParameters, WantedParameters
@@ -32,7 +32,7 @@ from tracer.observing.wanted_parameters import Ranks, Small, SmallParameters, Wa
 T = TypeVar("T")
 
 
-class Kept(NamedTuple):
+class KeptParameter(NamedTuple):
     """The data kept of a tensor until the step ends.
 
     Attributes
@@ -82,14 +82,14 @@ class OfStep:
         By kind, which part of the tensor this process holds.
     """
 
-    value: Kept | None = None
-    gradient: Kept | None = None
-    update: Kept | None = None
-    base: Kept | None = None
+    value: KeptParameter | None = None
+    gradient: KeptParameter | None = None
+    update: KeptParameter | None = None
+    base: KeptParameter | None = None
     moved: Captures = ()
     seen: bool = False
     released: bool = False
-    pending: Kept | None = None
+    pending: KeptParameter | None = None
     backward: int | None = None
     settled: bool = False
     late: bool = False
@@ -107,7 +107,7 @@ waiting to be written also limits all copies.
 """
 
 
-class Parameters(Part):
+class Parameters(ExporterPart):
     """Keeps the weights, gradients and updates of a step, and publishes them when it ends.
 
     Attributes
@@ -376,7 +376,7 @@ class Parameters(Part):
                 found.append(None)
         return found
 
-    def _publish(self, parameter: Parameter, kind: str, kept: Kept, captures: Captures, at: At) -> None:
+    def _publish(self, parameter: Parameter, kind: str, kept: KeptParameter, captures: Captures, at: At) -> None:
         """Publish the kept tensor of a kind of a parameter, for the captures that still want it."""
         stream = StreamKey(kind, parameter.stream, DEFAULT_TAG, "")
         place = self._of(parameter).places.get(kind)
@@ -398,7 +398,7 @@ class Parameters(Part):
                 chosen = capture.select(kind, kept.data) if kept.whole else kept.data
                 self.publisher.release(capture, stream, chosen, source, 0, at, sampling, owned=True)
 
-    def _keep(self, captures: Captures, kind: str, tensor: Tensor, *, final: bool = True) -> Kept | None:
+    def _keep(self, captures: Captures, kind: str, tensor: Tensor, *, final: bool = True) -> KeptParameter | None:
         """The data to keep of a tensor; None if there is none.
 
         Hashes and statistics of a `final` tensor are computed at once. Otherwise the tensor is kept whole for them.
@@ -409,13 +409,13 @@ class Parameters(Part):
         beside = [one for one in captures if one.beside(kind) is not None]
         if beside and not final:
             copied = self.publisher.pulses.copy(source) if apart else source
-            return Kept([], self.publisher.copy(source) if copied is None else copied, whole=True)
+            return KeptParameter([], self.publisher.copy(source) if copied is None else copied, whole=True)
         made = self._made(beside, kind, source, captures)
         if len(made) == len(captures):
             noted = any(isinstance(one, Noted) for _, one in made)
-            return Kept(made, None, like=torch.empty_like(source, device="meta") if noted else None)
+            return KeptParameter(made, None, like=torch.empty_like(source, device="meta") if noted else None)
         chosen = captures[-1].select(kind, source)
-        return Kept(made, self.publisher.copy(chosen) if apart and same_storage(chosen, source) else chosen)
+        return KeptParameter(made, self.publisher.copy(chosen) if apart and same_storage(chosen, source) else chosen)
 
     def _made(
         self, beside: list[Capture], kind: str, tensor: Tensor, captures: Captures
@@ -424,7 +424,9 @@ class Parameters(Part):
         noted = self.publisher.pulses.note(tensor) if beside and self.publisher.keeps_rows(kind, captures) else None
         return [(one, one.reduced(kind, tensor) if noted is None else noted) for one in beside]
 
-    def _update(self, parameter: Parameter, captures: Captures, base: Kept | None, ends: bool) -> Kept | None:
+    def _update(
+        self, parameter: Parameter, captures: Captures, base: KeptParameter | None, ends: bool
+    ) -> KeptParameter | None:
         """The data to keep of an update; if the step `ends`, the update may overwrite its base."""
         tensor = parameter.tensor
         if tensor is None or base is None or base.data is None:
@@ -437,10 +439,10 @@ class Parameters(Part):
         if self.publisher.keeps_rows(kind, captures):
             noted = self.publisher.pulses.note_difference(now, base.data)
             if noted is not None:
-                return Kept([(one, noted) for one in captures], None)
+                return KeptParameter([(one, noted) for one in captures], None)
         update = difference(now, base.data, base.data if ends and base.alone else self.publisher.space(now))
         made = self._made([one for one in captures if one.beside(kind) is not None], kind, update, captures)
-        return Kept(made, update if len(made) < len(captures) else None, base.whole)
+        return KeptParameter(made, update if len(made) < len(captures) else None, base.whole)
 
     def _keep_gradient(
         self, parameter: Parameter, captures: Captures, gradient: Tensor, scale: Tensor | None = None
@@ -457,7 +459,7 @@ class Parameters(Part):
         scale: Tensor | None = None,
         *,
         final: bool = True,
-    ) -> Kept | None:
+    ) -> KeptParameter | None:
         """The data to keep of a gradient."""
         kind = parameter.gradients
         if not self.publisher.can_record(kind, parameter.stream, gradient):

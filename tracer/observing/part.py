@@ -1,4 +1,4 @@
-"""`Ground`: the objects that all parts of an exporter share, such as the hooks; `Part`: the base of the parts."""
+"""`Ground`: the objects that all parts of an exporter share, such as the hooks; `ExporterPart`: their base."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from tracer import walking
 from tracer.messaging.bus import MessageBus
 from tracer.observing.capture import Capture
-from tracer.observing.clock import Clock, Numbers, Problems
+from tracer.observing.clock import CallNumbers, Clock, Problems
 from tracer.observing.demand import Demand
 from tracer.observing.guesses.optimizers import Optimizers
 from tracer.observing.models import Models, ParameterTable, has_forward
@@ -383,12 +383,12 @@ class Ground:
         self.table = ParameterTable()
         self.forwards = Forwards(self.gate, self.models)
         self.demand = Demand(bus, captures, self.clock, self.table, self.problems, self.gate.passes)
-        self.numbers = Numbers()
+        self.numbers = CallNumbers()
         self.publisher = Publisher(bus, self.demand, self.clock, self.problems, self.numbers)
         self.wiring = Wiring(self.gate, self.models, self.optimizers, self.table)
 
 
-class Part(Ground):
+class ExporterPart(Ground):
     """The base of the parts of an exporter: has the attributes of the `Ground` itself, because hooks read them often.
 
     Parameters

@@ -22,7 +22,7 @@ from tracer.observing.clock import At, StreamKey, UndecidedTag, decided
 from tracer.observing.gradients import CallPlan, GradientHook
 from tracer.observing.guesses.batches import SampleIds
 from tracer.observing.guesses.evaluations import UndecidedPass
-from tracer.observing.part import Ground, Part
+from tracer.observing.part import ExporterPart, Ground
 from tracer.observing.pulses import PulseRows
 from tracer.observing.pytorch.autograd import (
     NO_BACKWARD,
@@ -52,7 +52,7 @@ from tracer.observing.pytorch.tensors import arguments_of, leaves, opaque
 from tracer.observing.steps import Steps
 
 
-class Passes(Part):
+class Passes(ExporterPart):
     """Classifies each forward, and publishes the model's input and output.
 
     Attributes
@@ -369,7 +369,7 @@ def _depends_on_mode(top: nn.Module) -> bool:
     return False
 
 
-class Calls(Part):
+class Calls(ExporterPart):
     """Sees the calls of modules."""
 
     def __init__(self, ground: Ground, passes: Passes) -> None:
@@ -535,7 +535,7 @@ class Calls(Part):
         self.gradients.seen(stream, call, At(step, train_step, epoch, batch), gradient)
 
 
-class ComputedWeights(Part):
+class ComputedWeights(ExporterPart):
     """Observes weights that are computed for a forward, and the accumulation of parameters' gradients."""
 
     def __init__(self, ground: Ground, passes: Passes) -> None:
@@ -599,7 +599,7 @@ _OF_CALLS = ("activations", "layer_inputs", "layer_gradients", "input_gradients"
 """The kinds of messages about the calls of modules."""
 
 
-class EncoderLayers(Part):
+class EncoderLayers(ExporterPart):
     """Observes calls of ``nn.TransformerEncoderLayer``."""
 
     def __init__(self, ground: Ground, passes: Passes) -> None:

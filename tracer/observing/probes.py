@@ -19,7 +19,7 @@ from tracer import walking
 from tracer.errors import CaptureError
 from tracer.messaging.messages import DEFAULT_TAG, EVAL_TAG
 from tracer.observing.clock import StreamKey
-from tracer.observing.part import Ground, Part
+from tracer.observing.part import ExporterPart, Ground
 from tracer.observing.passes import Passes
 from tracer.observing.publisher import PROBED
 from tracer.observing.pytorch.autograd import with_subclasses
@@ -312,7 +312,7 @@ class Collected:
         return self.joins
 
 
-class Probes(Part):
+class Probes(ExporterPart):
     """Runs the model on fixed inputs.
 
     Attributes

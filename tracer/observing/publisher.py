@@ -17,7 +17,7 @@ from tracer.memory import Memory
 from tracer.messaging.bus import MessageBus
 from tracer.messaging.messages import DEFAULT_TAG, Message, ModuleMessage, NetworkMessage, checked
 from tracer.observing.capture import Capture, axis_of_neurons
-from tracer.observing.clock import At, Clock, Held, Numbers, Problems, StreamKey, UndecidedTag
+from tracer.observing.clock import At, CallNumbers, Clock, Held, Problems, StreamKey, UndecidedTag
 from tracer.observing.datapoints import TOLD, Datapoints, asks
 from tracer.observing.demand import EVERYTHING, HELD, Captures, Demand, is_beside_statistics, stream_name
 from tracer.observing.device.reading import Noted
@@ -84,7 +84,7 @@ class Publisher:
     demand: Demand
     clock: Clock
     problems: Problems
-    numbers: Numbers
+    numbers: CallNumbers
 
     def __post_init__(self) -> None:
         self.memory = Memory()

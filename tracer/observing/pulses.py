@@ -15,8 +15,8 @@ from torch._C._functorch import peek_interpreter_stack
 from tracer.format.journal import MAX_AXES
 from tracer.messaging.bus import MessageBus
 from tracer.messaging.messages import DEFAULT_TAG, checked
-from tracer.messaging.pulses import PULSE, Row, sampling_of
-from tracer.numbers.gathered import SMALL, Gathered
+from tracer.messaging.pulses import PULSE, PulseRow, sampling_of
+from tracer.numbers.gathered import SMALL, GatheredTensors
 from tracer.numbers.statistics import ENTRIES
 from tracer.observing.clock import At, Problems, StreamKey
 from tracer.observing.device.reading import DeviceTable, Noted, stays
@@ -113,7 +113,7 @@ class Pulses:
         # copies of the small tensors that were read since the last publication, with the texts of their hashes
         self._texts: list[bytes] = []
         self._copies: list[NDArray[Any]] = []
-        self._gathered = Gathered()
+        self._gathered = GatheredTensors()
         self._hashes: list[int] = []  # of all tensors that were read in this step
         self._step, self._calls = -1, dict.fromkeys(_NUMBERS, 0)
         # by the rows of a publication, which are kept as long, so that their ids are theirs
@@ -300,12 +300,12 @@ class Pulses:
 
 def _declared(taken: Iterable[_Taken]) -> Iterator[_Pulse]:
     """The pulses of some rows, with their declarations."""
-    found: dict[tuple[str, torch.device | DeviceTable | None], tuple[list[Row], list[int]]] = {}
+    found: dict[tuple[str, torch.device | DeviceTable | None], tuple[list[PulseRow], list[int]]] = {}
     for place, one in enumerate(taken):
         stream, where = one.rows.stream, one.where
         for what, kind, sampling in one.rows.kinds:
             told, places = found.setdefault((what, where), ([], []))
-            told.append(Row(kind, stream.module, stream.leaf, one.call, sampling))
+            told.append(PulseRow(kind, stream.module, stream.leaf, one.call, sampling))
             places.append(place)
     for (what, _), (told, places) in found.items():
         yield _Pulse(what, sampling_of(told, _NUMBERS[what]), places)

@@ -8,8 +8,8 @@ seed 0) of a line of text and of the hashes of the tensor's pieces. The text is 
 shape: ``float32 [2, 3]``, with a newline. A piece is `PIECE` bytes of the numbers in C order, little-endian; the last
 piece is shorter. The hash of a piece is its XXH3-64 as eight bytes, big-endian. Pieces can be hashed in parallel.
 
-A `Sketch` is a fixed random projection of the neurons of activations, from which similarities can be estimated.
-Activations ``x_nd`` of n datapoints and d neurons become ``x_nd @ projection_dk`` with k columns.
+A `SketchReduction` is a fixed random projection of the neurons of activations, from which similarities can be
+estimated. Activations ``x_nd`` of n datapoints and d neurons become ``x_nd @ projection_dk`` with k columns.
 """
 
 from __future__ import annotations
@@ -299,7 +299,7 @@ _BLOCK = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Sketch:
+class SketchReduction:
     """A projection to k columns, the same for all tensors with as many neurons.
 
     Parameters
@@ -336,7 +336,7 @@ class Sketch:
                 raise CaptureError(f"{name} of a sketch is an integer of at least {least}, not {value!r}")
 
     @classmethod
-    def parse(cls, text: str, seed: int = 0) -> Sketch | None:
+    def parse(cls, text: str, seed: int = 0) -> SketchReduction | None:
         """The sketch that a capture's reduction names, as ``"sketch:k=256"``; None for other reductions.
 
         Raises
@@ -439,10 +439,10 @@ class _Projections:
     """
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[Sketch, torch.dtype, torch.device], Tensor] = {}
+        self._kept: dict[tuple[SketchReduction, torch.dtype, torch.device], Tensor] = {}
         self._lock = threading.Lock()
 
-    def of(self, sketch: Sketch, d: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+    def of(self, sketch: SketchReduction, d: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
         """The projection of d neurons; None if it is too large to be kept."""
         if d * sketch.k * dtype.itemsize > _KEPT_BYTES:
             return None

@@ -19,7 +19,7 @@ from tracer import walking
 from tracer.messaging.messages import DEFAULT_TAG
 from tracer.observing.clock import At
 from tracer.observing.models import Parameter
-from tracer.observing.part import Ground, Part
+from tracer.observing.part import ExporterPart, Ground
 from tracer.observing.pytorch import generators
 from tracer.observing.pytorch.optimizer_states import SCALE, flat, hyperparameters, scale_of
 from tracer.observing.pytorch.tensors import bytes_of
@@ -48,7 +48,7 @@ class Beginning:
     buffers: Sequence[tuple[str, Tensor]]
 
 
-class State(Part):
+class State(ExporterPart):
     """Publishes the wanted state at the beginning of a step.
 
     Generators are published at the beginning of each training forward. Before the first forward of a step with a

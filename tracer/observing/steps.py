@@ -21,7 +21,7 @@ from tracer.observing.guesses.losses import Objectives
 from tracer.observing.guesses.optimizers import skipped_inside, steps_within
 from tracer.observing.models import Parameter, Tensors
 from tracer.observing.parameters import Parameters
-from tracer.observing.part import Ground, Part
+from tracer.observing.part import ExporterPart, Ground
 from tracer.observing.pytorch.autograd import NO_BACKWARD, backward_running, next_of_thread, recomputing
 from tracer.observing.pytorch.hooks import Role, Site, after_step, before_step, is_heard_last, leaves_gradients
 from tracer.observing.state import State
@@ -80,7 +80,7 @@ class Between:
                 method()
 
 
-class Steps(Part):
+class Steps(ExporterPart):
     """Begins and ends the steps of a training.
 
     Attributes
@@ -326,7 +326,7 @@ class Steps(Part):
             self.epochs.open = self.epochs.over = False
 
 
-class OptimizerSteps(Part):
+class OptimizerSteps(ExporterPart):
     """Observes optimizer steps.
 
     Attributes
@@ -473,7 +473,7 @@ _LATE = 10
 """A note is made if the open step has more than this many times the usual number of forwards at the end."""
 
 
-class Retrospect(Part):
+class Retrospect(ExporterPart):
     """Notes at the end of a run what was not observed, with the reasons.
 
     Attributes

@@ -19,13 +19,13 @@ from tracer.numbers.gathered import SMALL
 from tracer.observing.clock import Problems, StreamKey
 from tracer.observing.demand import Captures, OfParameters
 from tracer.observing.models import Parameter
-from tracer.observing.part import Ground, Part
+from tracer.observing.part import ExporterPart, Ground
 from tracer.observing.publisher import Publisher
 from tracer.observing.pulses import PulseRows
 from tracer.observing.pytorch.structure import wrapped_by
 
 
-class Ranks(Part):
+class Ranks(ExporterPart):
     """Determines what other ranks hold when the first step ends, because a model may be wrapped after `set_model`.
 
     Attributes
@@ -210,7 +210,7 @@ class Listed(NamedTuple):
     alone: list[WantedParameter]
 
 
-class WantedParameters(Part):
+class WantedParameters(ExporterPart):
     """Knows which parameters are wanted in a step.
 
     Attributes

@@ -15,7 +15,7 @@ from tracer.messaging.stacks import Stretch
 from tracer.replaying.filters import Audience, Filters
 from tracer.replaying.plan import opened, rank_of
 from tracer.replaying.updates import messages
-from tracer.replaying.wanted import Due, Walk, Wanted, wanted_of
+from tracer.replaying.wanted import DueWindow, Walk, Wanted, wanted_of
 from tracer.stores.locations import Anywhere
 from tracer.trace.reader import TraceReader
 from tracer.trace.streams import Selection, Steps, StreamInfo
@@ -180,7 +180,7 @@ def _register_topics(bus: MessageBus, reader: TraceReader) -> None:
             bus.register_topic(stream.kind)  # a user's own kind, or the kind of an answer in a results trace
 
 
-def _publish(bus: MessageBus, due: Due, wanted: Wanted, guard: AbstractContextManager[object] | None) -> None:
+def _publish(bus: MessageBus, due: DueWindow, wanted: Wanted, guard: AbstractContextManager[object] | None) -> None:
     """Publish the due messages of a window; small messages together if the effect is the same."""
     alone = _Alone(bus, wanted.streams)
     if guard is None and not wanted.derived and alone.are_few:

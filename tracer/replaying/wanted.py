@@ -167,7 +167,7 @@ _NO_ROWS = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, eq=False)
-class Due:
+class DueWindow:
     """The messages of a window that are to be published.
 
     Attributes
@@ -227,7 +227,7 @@ class Walk:
         self._clock = 0
         self._rows = max(1, WINDOW_ROWS // _FIRST)  # of the next window
 
-    def next(self, reader: TraceReader, wanted: Wanted, filters: Filters, *, last: bool = True) -> Due:
+    def next(self, reader: TraceReader, wanted: Wanted, filters: Filters, *, last: bool = True) -> DueWindow:
         """What is due in the next window of a reader; `last`: whether no later call will have more messages."""
         window = reader.window(self._starts, self._rows)
         journal = window.journal
@@ -240,7 +240,7 @@ class Walk:
             done = window.before(settled(window, wanted.derived, self._clock))
             where[done:] = False
             pairs = pairs[pairs[:, 0] < done]
-        found = Due(window, done, where, pairs, self._paired)
+        found = DueWindow(window, done, where, pairs, self._paired)
         self._starts, self._paired = window.after(done), found.paired_later
         self._clock = int(journal[:done, Column.GLOBAL_STEP].max(initial=self._clock))
         # if all messages of a window wait for the next step, the window is too short
@@ -258,7 +258,7 @@ class Walk:
         return pairs[np.argsort(pairs[:, 0])]
 
 
-def due_windows(reader: TraceReader, wanted: Wanted, filters: Filters) -> Iterator[Due]:
+def due_windows(reader: TraceReader, wanted: Wanted, filters: Filters) -> Iterator[DueWindow]:
     """All that is due of a trace that no longer grows, window by window."""
     asked = filters.part_of(reader)
     walk = Walk(asked.begin)

@@ -21,7 +21,7 @@ from tracer.trace.streams import holders
 
 WHOLE = -2
 """The pool number of a row that stands for a tensor of several parts. The offset column of the row holds the index of
-its `Block` in `Merged.wholes`, and the checksum column its index in that block."""
+its `ShardBlock` in `Merged.wholes`, and the checksum column its index in that block."""
 TABLE = 1 << 20
 """The most entries of a table of steps and parts; more steps are processed in slices."""
 _LATE = frozenset({"batch_finished", "epoch_finished"})
@@ -29,7 +29,7 @@ _LATE = frozenset({"batch_finished", "epoch_finished"})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Block:
+class ShardBlock:
     """Tensors that are assembled in the same way.
 
     Attributes
@@ -75,7 +75,7 @@ class Merged:
     pools: list[Pool]
     stores: list[ReadStore]
     recorded: NDArray[np.int64]
-    wholes: list[Block] = field(default_factory=list)
+    wholes: list[ShardBlock] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     origin: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
 
@@ -125,7 +125,7 @@ class _Work:
         self.there = np.ones(len(journal), bool) if only is None else np.isin(self.rank, list(only))
         self.own = self.there.copy()
         self.borrowed = np.zeros(len(journal), bool)
-        self.blocks: list[Block] = []
+        self.blocks: list[ShardBlock] = []
         self.wholes: list[tuple[NDArray[np.int64], int]] = []
         self.broken: dict[str, int] = {}
         self.shape_ids = {shape: number for number, shape in enumerate(self.shapes)}
@@ -234,7 +234,7 @@ class _Work:
         # parts are read with the stream of the whole tensor, because their own streams are dropped
         self.wholes.append((parts, next(iter(numbers.values()))))
         self.journal[first, Column.COUNT] = self.recorded[parts, Column.COUNT].sum(axis=1)
-        self.blocks.append(Block(parts, [boxes[one][0] for one in needed], [boxes[one][1] for one in needed]))
+        self.blocks.append(ShardBlock(parts, [boxes[one][0] for one in needed], [boxes[one][1] for one in needed]))
 
     @staticmethod
     def _whole(stream: Stream, rank: int, ranks: Collection[int]) -> Stream:

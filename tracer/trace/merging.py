@@ -262,7 +262,7 @@ class Parts:
 
 @final
 @dataclass(frozen=True, eq=False)
-class Joint:
+class JoinedPart:
     """The merged tables of the parts that are read.
 
     Attributes
@@ -336,7 +336,7 @@ class Joint:
         return whole.of_streams(np.array([n for n, stream in enumerate(self.streams) if stream.rank in only], np.int64))
 
 
-def joint(parts: Parts) -> Joint:
+def joint(parts: Parts) -> JoinedPart:
     """Merge the tables of streams, shapes and pools of the parts."""
     # other ranks' parts are read only if they may hold shards or replicas of these ranks' tensors
     lent = any(stream.placement is not None for part in parts.lending for stream in part.streams)
@@ -352,7 +352,7 @@ def joint(parts: Parts) -> Joint:
     pools = [np.arange(len(part.tables.pools)) for part in read]
     begins = np.cumsum([0, *(len(one) for one in pools[:-1])])
     pool_ids = [ids + begin for ids, begin in zip(pools, begins, strict=True)]
-    return Joint(
+    return JoinedPart(
         parts=[PartSpan.of(part) for part in read],
         others=[PartSpan.of(part) for part in parts.all if part not in read],
         streams=streams,
@@ -365,7 +365,7 @@ def joint(parts: Parts) -> Joint:
     )
 
 
-def merged(parts: Parts, tables: Joint, spans: Sequence[PartSpan]) -> Merged:
+def merged(parts: Parts, tables: JoinedPart, spans: Sequence[PartSpan]) -> Merged:
     """Merge rows of the parts into one journal."""
     journal, origin = _joined(tables, spans)
     if tables.unfolding is not None:
@@ -387,7 +387,7 @@ def merged(parts: Parts, tables: Joint, spans: Sequence[PartSpan]) -> Merged:
 
 
 def _joined(
-    tables: Joint, spans: Sequence[PartSpan]
+    tables: JoinedPart, spans: Sequence[PartSpan]
 ) -> tuple[NDArray[np.int64], tuple[NDArray[np.int64], NDArray[np.int64]] | None]:
     """The merged journal of some spans, and the origin of its rows (see `Merged.origin`)."""
     if tables.alone:

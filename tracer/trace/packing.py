@@ -15,7 +15,7 @@ from tracer.format.encodings import encode
 from tracer.format.journal import NONE, Column, checksums
 from tracer.messaging.messages import Message
 from tracer.trace.commits import FIRST_BYTES, Commits, Due
-from tracer.trace.pools import Place, Pools
+from tracer.trace.pools import PoolPlace, Pools
 
 _PACK_BYTES: Final = 1 << 20
 """Bytes of one shape that are copied together, at most: they should still be in the cache when they are written."""
@@ -51,7 +51,7 @@ class Packing:
         self._entries = [(NONE, 0, NONE, 0)]
         self._offsets = [0]
         self._checksums: list[NDArray[np.int64] | list[int]] = [[NONE]]
-        self._waiting: list[Place] = []
+        self._waiting: list[PoolPlace] = []
         # bytes of data in the batch
         self._nbytes = 0
 
@@ -139,13 +139,13 @@ class Packing:
         self._checksums.append([])
         return len(self._entries) - 1
 
-    def _write_alone(self, place: Place, data: NDArray[Any]) -> int:
+    def _write_alone(self, place: PoolPlace, data: NDArray[Any]) -> int:
         """Write a message as a run of its own; returns the number of the run."""
         number = self._open(place.entry)
         self._append(place, number, data[None] if place.own else data.reshape(1, -1), 1)
         return number
 
-    def _pack(self, place: Place) -> None:
+    def _pack(self, place: PoolPlace) -> None:
         """Write the waiting messages of a place."""
         tensors = place.tensors
         if len(tensors) == 1:
@@ -157,7 +157,7 @@ class Packing:
         tensors.clear()
         self._append(place, place.number, rows, len(rows))
 
-    def _append(self, place: Place, number: int, rows: NDArray[Any], count: int) -> None:
+    def _append(self, place: PoolPlace, number: int, rows: NDArray[Any], count: int) -> None:
         """Append a run to its pool."""
         found: list[int] = []
         with self._commits:

@@ -46,7 +46,7 @@ class OpenPool:
 
 
 @final
-class Place:
+class PoolPlace:
     """The pool for messages of one shape, and the messages that wait to be written to it together."""
 
     __slots__ = ("count", "entry", "nbytes", "number", "own", "pool", "tensors")
@@ -76,7 +76,7 @@ class OpenStream:
     shared: OpenPool | None = None
     # of the last message; cached, because most streams have a single shape
     shape: tuple[int, ...] | None = None
-    place: Place | None = None
+    place: PoolPlace | None = None
     packs: bool = False
 
 
@@ -110,7 +110,7 @@ class Pools:
         self._variants: dict[tuple[Any, ...], OpenStream] = {}
         self._shapes: dict[tuple[int, ...], int] = {}
         self._pools: dict[str, OpenPool] = {}
-        self._places: dict[tuple[int, int, str], Place] = {}
+        self._places: dict[tuple[int, int, str], PoolPlace] = {}
         self._taken: set[str] = set()
         self._pulses = 0
 
@@ -149,7 +149,7 @@ class Pools:
             stream = self.stream(name, message)
         return stream
 
-    def place_of(self, stream: OpenStream, message: Message, data: Tensor) -> Place:
+    def place_of(self, stream: OpenStream, message: Message, data: Tensor) -> PoolPlace:
         """The place of a message of a stream."""
         shape = tuple(data.shape)
         if shape != stream.shape:
@@ -176,7 +176,7 @@ class Pools:
                     pool = stream.shared = self._shared_pool(stream, message)
         place = self._places.get((pool.id, shape_id, encoding.name))
         if place is None:
-            place = self._places[pool.id, shape_id, encoding.name] = Place(pool, shape_id, shape, encoding)
+            place = self._places[pool.id, shape_id, encoding.name] = PoolPlace(pool, shape_id, shape, encoding)
         stream.shape, stream.place = shape, place
         stream.packs = place.nbytes <= PACKED_BYTES and few_axes and encoding.name in _STACKED
 

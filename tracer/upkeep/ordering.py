@@ -24,7 +24,7 @@ LAST: Final = int(np.iinfo(np.int64).max)
 
 @final
 @dataclass(frozen=True, slots=True)
-class Batch:
+class OrderedBatch:
     """Consecutive messages in the order of a replay.
 
     Attributes
@@ -67,7 +67,7 @@ class Ordering:
         )
         self.total = sum(map(_count, surveys, self._counting))
 
-    def batches(self) -> Iterator[Batch]:
+    def batches(self) -> Iterator[OrderedBatch]:
         """All messages that are not superseded, in order, in batches."""
         most = survey_journal.WINDOW_ROWS // max(1, len(self._surveys))
         parts = [
@@ -86,7 +86,7 @@ class Ordering:
             numbers = np.repeat(np.array([part.number for part, _ in taken], np.int64), lengths)
             order = np.lexsort((ranks, clocks)) if len(taken) > 1 else np.arange(len(places))
             windows = {part.number: part.window for part, _ in taken}
-            yield Batch(numbers[order], places[order], windows)
+            yield OrderedBatch(numbers[order], places[order], windows)
             parts = [part for part in parts if part.fill()]
 
 

@@ -58,7 +58,7 @@ class LostStream:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loss:
+class Recovered:
     """What `recover` saved and what is lost.
 
     Attributes
@@ -106,7 +106,7 @@ def recover(
     dst: Anywhere,
     *,
     progress: Callable[[int, int], None] | None = None,
-) -> Loss:
+) -> Recovered:
     """Save every intact message of a damaged trace into a new trace; the damaged trace is not changed.
 
     A message is saved if its row of the journal, its declarations and every byte of its data are intact. The new trace
@@ -148,7 +148,7 @@ def recover(
             surveys, elsewhere = stack.enter_context(survey(src))
         except TraceCorruptError as error:
             raise TraceLostError(
-                f"nothing could be saved: {error}", Loss(source=str(src), problems=[str(error)])
+                f"nothing could be saved: {error}", Recovered(source=str(src), problems=[str(error)])
             ) from error
         last = max(one.attempt for one in surveys)
         status = worst([one.status for one in surveys if one.attempt == last])
@@ -185,9 +185,9 @@ def _save(
     ordering: Ordering,
     writer: TraceWriter,
     progress: Callable[[int, int], None] | None,
-) -> list[_Tally]:
+) -> list[_SavedTally]:
     """Write all readable messages in order; returns a tally for each survey."""
-    tallies = [_Tally(one) for one in surveys]
+    tallies = [_SavedTally(one) for one in surveys]
     source = SurveyedColumns(surveys)
     done = 0
     for batch in ordering.batches():
@@ -210,9 +210,9 @@ def _loss(
     surveys: Sequence[Survey],
     elsewhere: Sequence[Problem],
     ordering: Ordering,
-    tallies: Sequence[_Tally],
+    tallies: Sequence[_SavedTally],
     status: str,
-) -> Loss:
+) -> Recovered:
     """Summarize the tallies and problems."""
     total = ordering.total + sum(one.journal.absent for one in surveys)
     kept = sum(tally.saved for tally in tallies)
@@ -220,7 +220,7 @@ def _loss(
     whole = all(problem.check == "foreign" for problem in elsewhere)
     lossless = whole and all(one.told_all for one in surveys) and kept == total
     found = dict.fromkeys([*elsewhere, *(problem for one in surveys for problem in one.problems)])
-    return Loss(
+    return Recovered(
         source=str(src),
         path=str(dst) if kept or lossless else None,
         status=status,
@@ -235,7 +235,7 @@ def _loss(
     )
 
 
-class _Tally:
+class _SavedTally:
     """Counts the saved and lost messages of a survey."""
 
     def __init__(self, survey: Survey) -> None:

@@ -17,7 +17,7 @@ from tracer.format.tables import Stream
 from tracer.messaging.messages import message_of
 from tracer.trace.blocks import BLOCK_BYTES, BLOCK_ROWS
 from tracer.trace.columns import FEW_ELEMENTS, Columns, Together, grouped, runs
-from tracer.upkeep.ordering import Batch
+from tracer.upkeep.ordering import OrderedBatch
 from tracer.upkeep.survey import Survey
 from tracer.upkeep.survey_chunks import DAMAGED, Array, Chunks
 from tracer.upkeep.survey_journal import Window
@@ -44,7 +44,7 @@ class SurveyedColumns:
             self._streams += [survey.streams[number] for number in survey.ids.tolist()]
         self._sayable = np.array([_is_sayable(one) for one in self._streams], bool)
 
-    def of(self, batch: Batch) -> Iterator[tuple[int, int, Columns, NDArray[np.bool_]]]:
+    def of(self, batch: OrderedBatch) -> Iterator[tuple[int, int, Columns, NDArray[np.bool_]]]:
         """Read the messages of a batch in blocks.
 
         Yields
@@ -59,7 +59,7 @@ class SurveyedColumns:
         for begin, end in self._cut(batch):
             yield begin, end, *self._block(batch, begin, end)
 
-    def _cut(self, batch: Batch) -> Iterator[tuple[int, int]]:
+    def _cut(self, batch: OrderedBatch) -> Iterator[tuple[int, int]]:
         """Cut a batch into ranges of at most `BLOCK_BYTES` of data and `BLOCK_ROWS` messages, at least one message."""
         sizes = np.zeros(len(batch.places), np.int64)
         for number, mine in grouped(batch.surveys):
@@ -74,7 +74,7 @@ class SurveyedColumns:
             yield begin, end
             begin = end
 
-    def _block(self, batch: Batch, begin: int, end: int) -> tuple[Columns, NDArray[np.bool_]]:
+    def _block(self, batch: OrderedBatch, begin: int, end: int) -> tuple[Columns, NDArray[np.bool_]]:
         count = end - begin
         numbers, counters = np.zeros(count, np.int64), np.zeros((count, len(COUNTERS)), np.int64)
         there = np.zeros(count, bool)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from analyze.metrics.inputs import check, is_number
 from analyze.metrics.metric import Record
-from analyze.metrics.similarity.covariance import Moments, Triangle, negligible, scale_near
+from analyze.metrics.similarity.covariance import SecondMoments, Triangle, negligible, scale_near
 from analyze.metrics.similarity.datapoints import (
     Channels,
     Positions,
@@ -246,7 +246,7 @@ def basis(
 
 def _by_variances(sheet: Sheet, loadings: bool) -> Basis | None:
     """All directions, by the eigenvectors of the covariance; None if its condition requires an SVD."""
-    moments = Moments.of(sheet)
+    moments = SecondMoments.of(sheet)
     living = moments.living()
     if living is None:
         return None
@@ -272,14 +272,14 @@ def of_sheet(sheet: Sheet, threshold: float, *, loadings: bool = False) -> Basis
             return no_basis(sheet, prepared)
         x_nd, scale, rounding = prepared
         return of_matrix(x_nd, threshold, rounding, sheet, loadings=loadings, scale=scale)
-    moments = Moments.of(sheet)
+    moments = SecondMoments.of(sheet)
     spectrum = spectrum_of(moments, threshold)
     if isinstance(spectrum, str):
         return no_basis(sheet, spectrum)
     return project(sheet, moments, spectrum, loadings=loadings)
 
 
-def spectrum_of(moments: Moments, threshold: float) -> Spectrum | Status:
+def spectrum_of(moments: SecondMoments, threshold: float) -> Spectrum | Status:
     """The cut spectrum of a layer's scatter matrix, or a status that says why there is none."""
     return spectrum_of_scatter(moments.scatter(), threshold, moments.finite(), moments.negligible())
 
@@ -297,7 +297,7 @@ def spectrum_of_scatter(
     return "zero_variance" if total <= rounding else leading(scatter_dd, threshold)
 
 
-def project(sheet: Sheet, moments: Moments, spectrum: Spectrum, *, loadings: bool = False) -> Basis:
+def project(sheet: Sheet, moments: SecondMoments, spectrum: Spectrum, *, loadings: bool = False) -> Basis:
     """The basis over the datapoints, from the eigenvectors over the neurons, by a second pass over the activations."""
     map_dk = spectrum.vectors_dk / spectrum.singular_k
     u_nk = np.empty((sheet.n, spectrum.k))
@@ -309,7 +309,7 @@ def project(sheet: Sheet, moments: Moments, spectrum: Spectrum, *, loadings: boo
     return Basis(u_nk, sheet.n, sheet.d, "ok", singular_k, gap, margin, loadings_kd, sheet.rows)
 
 
-def loadings_of(moments: Moments, spectrum: Spectrum) -> NDArray[np.float64]:
+def loadings_of(moments: SecondMoments, spectrum: Spectrum) -> NDArray[np.float64]:
     """The directions of a basis in terms of the neurons."""
     return (spectrum.vectors_dk * (spectrum.singular_k * moments.scale)).T
 

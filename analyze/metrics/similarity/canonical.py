@@ -30,7 +30,7 @@ from analyze.metrics.similarity.bases import (
     without_columns,
 )
 from analyze.metrics.similarity.bases import basis as basis_of
-from analyze.metrics.similarity.covariance import Moments, Triangle, add_product
+from analyze.metrics.similarity.covariance import SecondMoments, Triangle, add_product
 from analyze.metrics.similarity.datapoints import (
     Channels,
     Positions,
@@ -109,7 +109,7 @@ def all_directions(x: Sheet, y: Sheet) -> Directions | None:
         if sheet.n <= sheet.d:
             variances = _spanning(sheet)
         else:
-            factor = _factor(Moments.of(sheet))
+            factor = _factor(SecondMoments.of(sheet))
             variances = None if factor is None else factor.variances
         if variances is None:
             return None
@@ -119,7 +119,7 @@ def all_directions(x: Sheet, y: Sheet) -> Directions | None:
 
 def _by_factors(x: Sheet, y: Sheet) -> Directions | None:
     """The directions of two layers with fewer neurons than datapoints."""
-    x_moments, y_moments = Moments(), Moments()
+    x_moments, y_moments = SecondMoments(), SecondMoments()
     cross_de = np.zeros((x.d, y.d), order="F")
     with np.errstate(invalid="ignore", over="ignore"):
         for a_dm, b_em in together(x, y):
@@ -131,7 +131,11 @@ def _by_factors(x: Sheet, y: Sheet) -> Directions | None:
         x_factor, y_factor, lower_kk = one, other, np.tril(one.lower_kk)
         cross_km = x_moments.unshifted(cross_de, y_moments)[np.ix_(one.living_d, other.living_d)]
     else:
-        first, second, cross_km = Moments(), Moments(), np.zeros((len(one.spread_k), len(other.spread_k)), order="F")
+        first, second, cross_km = (
+            SecondMoments(),
+            SecondMoments(),
+            np.zeros((len(one.spread_k), len(other.spread_k)), order="F"),
+        )
         for a_dm, b_em in together(x, y):
             taken = [one.directions(x_moments.centred(a_dm)), other.directions(y_moments.centred(b_em))]
             cross_km = add_product(first.take(taken[0]), second.take(taken[1]), cross_km)
@@ -156,7 +160,7 @@ def _between(one: _Factor, cross_km: NDArray[np.float64], other: _Factor) -> NDA
     return overlap_km
 
 
-def _factor(moments: Moments) -> _Factor | None:
+def _factor(moments: SecondMoments) -> _Factor | None:
     """The factor of a layer; None if its neurons are not finite, all constant, or nearly dependent."""
     living = moments.living()
     if living is None:
@@ -343,11 +347,11 @@ def _fresh(x: Sheet, y: Sheet, threshold: float, average: Average) -> CanonicalR
         return compare(of_sheet(x, threshold, loadings=weighted), of_sheet(y, threshold), average)
     cross_de = np.zeros((x.d, y.d), order="F") if x.d * y.d <= _AT_ONCE else None
     if cross_de is not None:
-        x_moments, y_moments = Moments(), Moments()
+        x_moments, y_moments = SecondMoments(), SecondMoments()
         for a_dm, b_em in together(x, y):
             cross_de = add_product(x_moments.take(a_dm), y_moments.take(b_em), cross_de)
     else:
-        x_moments, y_moments = Moments.of(x), Moments.of(y)
+        x_moments, y_moments = SecondMoments.of(x), SecondMoments.of(y)
     x_spectrum, y_spectrum = spectrum_of(x_moments, threshold), spectrum_of(y_moments, threshold)
     one, other = with_spectrum(x, x_spectrum), with_spectrum(y, y_spectrum)
     if isinstance(x_spectrum, str) or isinstance(y_spectrum, str):

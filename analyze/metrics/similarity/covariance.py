@@ -52,7 +52,7 @@ def negligible(n: int, largest_d: NDArray[np.float64]) -> float:
     return n * len(largest_d) * (8 * _EPS * float(largest_d.max(initial=0))) ** 2
 
 
-class Moments(Record):
+class SecondMoments(Record):
     """Number, mean and scatter of datapoints, one chunk at a time.
 
     Notes
@@ -80,7 +80,7 @@ class Moments(Record):
         self._scatter_dd: NDArray[np.float64] = np.zeros((0, 0), order="F")
 
     @classmethod
-    def of(cls, sheet: Sheet) -> Moments:
+    def of(cls, sheet: Sheet) -> SecondMoments:
         """The moments of all datapoints of a layer."""
         found = cls()
         for _, part_dm in sheet.parts():
@@ -134,7 +134,7 @@ class Moments(Record):
     def _scaled(self, part_dm: NDArray[Any]) -> NDArray[Any]:
         return part_dm / self.scale if self.scale != 1 else part_dm
 
-    def unshifted(self, cross_de: NDArray[np.float64], other: Moments) -> NDArray[np.float64]:
+    def unshifted(self, cross_de: NDArray[np.float64], other: SecondMoments) -> NDArray[np.float64]:
         """The sums of products of two layers' centred neurons, from those of the chunks that `take` returned."""
         whole_de: NDArray[np.float64] = cross_de - np.outer(self._sum_d, other._sum_d / max(1, self.n))
         return whole_de

@@ -29,7 +29,7 @@ from analyze.metrics.similarity.similarity import Kept, code
 from tracer.errors import MessageError
 from tracer.messaging.messages import Message, with_data
 from tracer.numbers.arrays import Array, as_array
-from tracer.observing.reductions import Sketch
+from tracer.observing.reductions import SketchReduction
 
 LEAST = 16
 """The fewest columns from which an interval can be estimated."""
@@ -81,7 +81,7 @@ def projected(data: Array, k: int, seed: int, channels: Channels, positions: Pos
 
     Each datapoint is projected by itself, so the joined sketches of several calls are the sketch of all.
     """
-    array, sketch = as_array(data), Sketch(k, seed)
+    array, sketch = as_array(data), SketchReduction(k, seed)
     neurons = 1 if channels_first(array.shape, channels) else -1
     if array.ndim < 2 or array.dtype.kind == "c" or not sketch.projects(array.shape[neurons]):
         return array
@@ -159,7 +159,7 @@ def check_columns(what: str, kept: Kept, k: int) -> Kept:
     return kept
 
 
-class Columns(NamedTuple):
+class SketchColumns(NamedTuple):
     """The centred columns of a layer.
 
     Attributes
@@ -174,7 +174,7 @@ class Columns(NamedTuple):
     drawn: bool
 
 
-def columns_of(kept: Kept, k: int) -> Columns | Status:
+def columns_of(kept: Kept, k: int) -> SketchColumns | Status:
     """The centred columns of a layer, or a status that says why there are none."""
     if kept.status != "ok":
         return kept.status
@@ -184,10 +184,10 @@ def columns_of(kept: Kept, k: int) -> Columns | Status:
     z_nk, _, rounding = found
     if float(np.vdot(z_nk, z_nk)) <= rounding:
         return "zero_variance"
-    return Columns(z_nk, z_nk.shape[1] == k)
+    return SketchColumns(z_nk, z_nk.shape[1] == k)
 
 
-def kernel_product(one: Columns, other: Columns, k: int) -> NDArray[np.float64]:
+def kernel_product(one: SketchColumns, other: SketchColumns, k: int) -> NDArray[np.float64]:
     """Estimates of the Frobenius product of the kernels of two layers: ``of_1k``."""
     return over_columns(np.square(one.z_nk.T @ other.z_nk), one.drawn, other.drawn, k)
 
@@ -225,7 +225,7 @@ def of_sums(each_k: NDArray[np.float64], p: int, k: int) -> NDArray[np.float64]:
     return np.concatenate([total * counts[0], (total - p * each_k) * counts[1]])
 
 
-def trace_product(one: Columns, other: Columns, k: int) -> NDArray[np.float64]:
+def trace_product(one: SketchColumns, other: SketchColumns, k: int) -> NDArray[np.float64]:
     """Estimates of the product of the traces of the kernels of two layers: ``of_1k``."""
     squares = [np.square(columns.z_nk).sum(axis=0) for columns in (one, other)]
     return over_columns(np.outer(*squares), one.drawn, other.drawn, k)

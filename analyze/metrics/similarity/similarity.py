@@ -20,7 +20,7 @@ from analyze.metrics.inputs import check, check_word, is_whole
 from analyze.metrics.metric import Record, Tagged, memory, stored
 from analyze.metrics.similarity.bases import Basis, Spectrum, no_basis, of_triangle, spectrum_of_scatter
 from analyze.metrics.similarity.canonical import Average, CanonicalResult, compare, overlap_of, with_spectrum
-from analyze.metrics.similarity.covariance import Moments, Triangle, largest_of, scale_of
+from analyze.metrics.similarity.covariance import SecondMoments, Triangle, largest_of, scale_of
 from analyze.metrics.similarity.datapoints import (
     STATUSES,
     Channels,
@@ -93,7 +93,7 @@ class ByMoments(Layers):
     def __init__(self, threshold: float, average: Average = "mean") -> None:
         super().__init__()
         self.threshold, self.average = threshold, average
-        self.moments = Moments()
+        self.moments = SecondMoments()
         self._spectra: dict[int, Spectrum | Status] = {}
 
     def update(self, layers: list[NDArray[Any]]) -> None:

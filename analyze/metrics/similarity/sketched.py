@@ -14,7 +14,7 @@ from analyze.metrics.similarity.datapoints import Channels, Positions, Sheet, St
 from analyze.metrics.similarity.estimates import (
     NOTHING,
     SIZE,
-    Columns,
+    SketchColumns,
     alignments,
     check_sketch,
     columns_of,
@@ -343,7 +343,7 @@ def _parts(k: int, count: int) -> list[slice]:
     return [slice(i * (k // count), (i + 1) * (k // count)) for i in range(count)]
 
 
-def _of_part(x: Columns, y: Columns, threshold: float, chosen: slice) -> CanonicalResult:
+def _of_part(x: SketchColumns, y: SketchColumns, threshold: float, chosen: slice) -> CanonicalResult:
     """SVCCA of two layers; of a sketch, only the chosen columns are used."""
     one, other = (Sheet.matrix(layer.z_nk[:, chosen] if layer.drawn else layer.z_nk) for layer in (x, y))
     return compare(of_sheet(one, threshold), of_sheet(other, threshold))

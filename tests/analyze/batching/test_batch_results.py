@@ -16,7 +16,7 @@ import analyze
 import tracer
 from analyze.batching.batch import BatchResults, batch
 from analyze.batching.engines import environment
-from analyze.tables.columns import Columns
+from analyze.tables.columns import AnswerColumns
 from analyze.tables.results import Results
 from tests import processes
 from tests.analyze.batching.batches import SPECS, counted, said, write
@@ -149,7 +149,7 @@ def test_the_results_of_a_batch_are_results(trouble: str, tmp_path: Path) -> Non
         for name, one in (("batch", results), ("replays", expected)):
             one.write(tmp_path / f"{name}{suffix}")
         assert (tmp_path / f"batch{suffix}").read_bytes() == (tmp_path / f"replays{suffix}").read_bytes()
-    assert not isinstance(results._answers, Columns), "all answers were read into memory"
+    assert not isinstance(results._answers, AnswerColumns), "all answers were read into memory"
     columns = expected.columns()
     for name, column in results.columns().items():
         np.testing.assert_array_equal(column, columns[name])

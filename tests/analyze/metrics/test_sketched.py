@@ -19,12 +19,19 @@ import analyze
 import tracer
 from analyze.comparing.pairs import Sketches
 from analyze.metrics.similarity.datapoints import STATUSES
-from analyze.metrics.similarity.estimates import Columns, jackknifed, kernel_product, moments, sketched, trace_product
+from analyze.metrics.similarity.estimates import (
+    SketchColumns,
+    jackknifed,
+    kernel_product,
+    moments,
+    sketched,
+    trace_product,
+)
 from analyze.registry import parse
 from tests.analyze.metrics.invariances import INVARIANCES
 from tests.analyze.metrics.layers import INF, NAN, SKETCHED, centred, message, said, value_of
 from tracer import Capture, MessageError
-from tracer.observing.reductions import Sketch, projection
+from tracer.observing.reductions import SketchReduction, projection
 from tracer.replaying.plan import plan
 
 
@@ -56,8 +63,8 @@ def test_sums_over_columns_are_those_of_the_definition() -> None:
     k = 6
     x, y = random.standard_normal((2, 9, k))
     g, cross = x.T @ x, x.T @ y
-    kernels = kernel_product(Columns(x, True), Columns(y, True), k)
-    traces = trace_product(Columns(x, True), Columns(y, True), k)
+    kernels = kernel_product(SketchColumns(x, True), SketchColumns(y, True), k)
+    traces = trace_product(SketchColumns(x, True), SketchColumns(y, True), k)
     third, fourth = moments(g, k)
     for place in range(k + 1):  # first all columns, then without each
         kept = [a for a in range(k) if a != place - 1]
@@ -90,10 +97,10 @@ def test_estimates_have_no_bias() -> None:
     narrow = centred(random.standard_normal((30, 5)))
     found: dict[str, list[float]] = {"xy": [], "xx": [], "x narrow": []}
     for seed in range(400):
-        a, b = Columns(x @ projection(40, 16, seed), True), Columns(y @ projection(50, 16, seed), True)
+        a, b = SketchColumns(x @ projection(40, 16, seed), True), SketchColumns(y @ projection(50, 16, seed), True)
         found["xy"].append(kernel_product(a, b, 16)[0])
         found["xx"].append(kernel_product(a, a, 16)[0])
-        found["x narrow"].append(kernel_product(a, Columns(narrow, False), 16)[0])
+        found["x narrow"].append(kernel_product(a, SketchColumns(narrow, False), 16)[0])
     for name, other in (("xy", y), ("xx", x), ("x narrow", narrow)):
         exact = float(np.square(x.T @ other).sum())
         error = float(np.std(found[name])) / math.sqrt(400)
@@ -352,7 +359,9 @@ def test_only_what_is_told_to_be_a_sketch_is_taken_for_one(shape: tuple[int, ...
     made = [np.moveaxis(np.moveaxis(x, axis, -1) @ drawn, -1, axis) for x in whole]
 
     def of(layers: list[Any], *, told: bool) -> Any:
-        sampling = {"reduce": "sketch:k=16", "sketch": Sketch(16).told(16, axis % len(shape))} if told else None
+        sampling = (
+            {"reduce": "sketch:k=16", "sketch": SketchReduction(16).told(16, axis % len(shape))} if told else None
+        )
         messages = [
             replace(message(x, "ab"[place % 2], place // 2), sampling=sampling) for place, x in enumerate(layers)
         ]
@@ -550,7 +559,7 @@ def test_traces_of_layers_of_as_many_neurons_as_columns(tmp_path: Path) -> None:
     """All pairs, and the same layers of two runs, are projected as by the function; sketches are taken as they are."""
     random = np.random.default_rng(0)
     layers = [np.tanh(random.standard_normal((60, 16))) for _ in range(4)]
-    drawn, sketch = projection(16, 16, 0), {"reduce": "sketch:k=16", "sketch": Sketch(16).told(16, 1)}
+    drawn, sketch = projection(16, 16, 0), {"reduce": "sketch:k=16", "sketch": SketchReduction(16).told(16, 1)}
     for name, data, told in (("whole", layers, None), ("sketch", [x @ drawn for x in layers], sketch)):
         for half in range(2):
             with tracer.TraceWriter(tmp_path / f"{name}{half}.zarr") as writer:

@@ -24,7 +24,7 @@ from analyze.rules.coverage import Judged
 from analyze.rules.finding import Finding, Severity
 from analyze.rules.rule import Rule, TableRule
 from analyze.rules.tables import ByTables
-from analyze.seeing.check import Findings
+from analyze.seeing.check import FindingsOfRules
 from tracer.errors import MessageError, TracerError, UnknownNameError
 from tracer.messaging.bus import MessageBus
 from tracer.messaging.messages import KINDS, Message, message_of
@@ -43,7 +43,7 @@ def findings(text: str, messages: Iterable[Message], model: dict[str, Any] | Non
     rule = parse(text)
     assert isinstance(rule, Rule)
     rule.know_model(model or {})
-    bus, found = MessageBus(), Findings([rule])
+    bus, found = MessageBus(), FindingsOfRules([rule])
     bus.register(rule)
     bus.register(found)
     messages = list(messages)
@@ -65,7 +65,7 @@ def by_tables(text: str, messages: list[Message], model: dict[str, Any], coverag
     """What a rule finds in the same messages in tables of some steps; it judges the same."""
     rule = parse(text)
     assert isinstance(rule, TableRule)
-    found = Findings([rule])
+    found = FindingsOfRules([rule])
     tables = ByTables([rule], found.receive)
     tables.know_model(model)
     with pytest.MonkeyPatch.context() as patches:

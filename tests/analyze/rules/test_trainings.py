@@ -14,7 +14,7 @@ from analyze.registry import parse
 from analyze.rules import RULES
 from analyze.rules.finding import Finding, Severity
 from analyze.rules.rule import Rule
-from analyze.seeing.check import Checked, Findings, TrainingStopped, Watch, check, rules_of
+from analyze.seeing.check import Checked, FindingsOfRules, TrainingStopped, Watch, check, rules_of
 from tests.analyze.rules.trainings import AGAIN, FAULTY, HEALTHY, Expected, Training, as_expected
 from tracer.messaging.bus import MessageBus
 from tracer.messaging.messages import KINDS
@@ -139,7 +139,7 @@ def test_a_replay_in_two_parts_finds_the_same(watched: Watched) -> None:
     second = rules_of(list(first))
     for rule in second:
         rule.load_state_dict(first[rule.name].state_dict())
-    findings = Findings(second)
+    findings = FindingsOfRules(second)
     tracer.replay(watched.path, *second, findings, steps=(121, None))
     assert [repr(one) for one in findings] == whole
 

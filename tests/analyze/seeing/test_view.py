@@ -206,7 +206,7 @@ def test_a_metric_is_computed_when_it_is_asked(run: Path, shown: View) -> None:
 
 def test_a_cancelled_metric_leaves_nothing(shown: View, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it had answered is forgotten; it can be asked again."""
-    monkeypatch.setattr("analyze.seeing.gathered.Answers.receive", slowed(shown))
+    monkeypatch.setattr("analyze.seeing.gathered.AnswersOfPage.receive", slowed(shown))
     shown.compute("ratio")
     until(shown, lambda: shown.found.of("weight_updates_weights_ratio"))
     shown.cancel(1)
@@ -221,12 +221,12 @@ def test_a_cancelled_metric_leaves_nothing(shown: View, monkeypatch: pytest.Monk
 
 
 def slowed(shown: View) -> Callable[..., object]:
-    """`Answers.receive`, with a pause."""
-    from analyze.seeing.gathered import Answers
+    """`AnswersOfPage.receive`, with a pause."""
+    from analyze.seeing.gathered import AnswersOfPage
 
-    whole = Answers.receive
+    whole = AnswersOfPage.receive
 
-    def receive(self: Answers, message: object) -> object:
+    def receive(self: AnswersOfPage, message: object) -> object:
         time.sleep(0.02)
         return whole(self, message)  # type: ignore[arg-type] # any message
 

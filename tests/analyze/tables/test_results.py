@@ -26,7 +26,7 @@ from rich.console import Console
 
 import analyze
 import tracer
-from analyze.tables.columns import COLUMNS, Columns, Row, as_json
+from analyze.tables.columns import COLUMNS, AnswerColumns, Row, as_json
 from analyze.tables.results import Results
 from analyze.tables.series import series_of, sparkline
 from analyze.tables.writing import times_of
@@ -715,7 +715,7 @@ def stretch_of(seed: int, count: int) -> Stretch:
     return Stretch(stacks)
 
 
-def held(columns: Columns) -> tuple[Any, ...]:
+def held(columns: AnswerColumns) -> tuple[Any, ...]:
     """All that is kept."""
     arrays = (columns.stream_ids, *columns.counters.values(), columns.starts, columns.values)
     return (columns.streams, columns.shapes, [one.tobytes() for one in arrays])
@@ -724,7 +724,7 @@ def held(columns: Columns) -> tuple[Any, ...]:
 @given(st.lists(st.tuples(st.integers(0, 2**32 - 1), st.integers(1, 6)), min_size=1, max_size=3))
 def test_many_are_appended_as_one_by_one(made: list[tuple[int, int]]) -> None:
     """Series in the order of their first answers, numbers in the order of the answers, whatever the shapes."""
-    many, alone = Columns(), Columns()
+    many, alone = AnswerColumns(), AnswerColumns()
     for seed, count in made:
         stretch = stretch_of(seed, count)
         many.add_many(stretch, "run", WHO)
@@ -750,7 +750,7 @@ def test_a_series_of_single_numbers_is_summed_up_as_one_of_arrays() -> None:
     counters = np.arange(6)[:, None] * np.array([[1, 1, 0, 0]])
     found = []
     for data in (numbers, numbers[:, None].expand(6, 2)):
-        columns = Columns()
+        columns = AnswerColumns()
         columns.add_many(
             Stretch([Stack("one", Heads(SOURCES, np.ones(6, np.int64), counters, np.arange(6)), data)]), "", WHO
         )

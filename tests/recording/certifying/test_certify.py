@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import tracer
 from tracer import Capture, CaptureError, Certificate, Message
-from tracer.recording.certifying.certify import Step, Steps, compare, fingerprint
+from tracer.recording.certifying.certify import RehearsedSteps, Step, compare, fingerprint
 from tracereel.main import main
 
 
@@ -203,8 +203,8 @@ def test_what_the_recorder_changes_before_that_is_different_all_the_same() -> No
     one, noisy = [{"a": str(step)} for step in range(4)], [{"a": "0"}, {"a": "1"}, {"a": "2"}, {"a": "x"}]
     changed = [{"a": "0"}, {"a": "y"}, {"a": "2"}, {"a": "3"}]
 
-    def steps(hashes: list[dict[str, str]]) -> Steps:
-        return Steps([Step(one, cpu=0.0, wall=0.0, recorded=True) for one in hashes])
+    def steps(hashes: list[dict[str, str]]) -> RehearsedSteps:
+        return RehearsedSteps([Step(one, cpu=0.0, wall=0.0, recorded=True) for one in hashes])
 
     assert compare(steps(one), steps(changed), steps(noisy)).verdict == "different"
     assert compare(steps(one), steps(one), steps(noisy)).verdict == "nondeterministic"

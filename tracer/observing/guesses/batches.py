@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from tracer.errors import MessageError
 from tracer.messaging.messages import DEFAULT_TAG
 from tracer.observing.clock import UndecidedTag
-from tracer.observing.part import Ground, Part
+from tracer.observing.part import ExporterPart, Ground
 from tracer.observing.pytorch.tensors import leaves
 
 _KEPT: Final = 16
@@ -254,7 +254,7 @@ class _Given(NamedTuple):
     step: int
 
 
-class SampleIds(Part):
+class SampleIds(ExporterPart):
     """Publishes the sample ids of each forward: those the user gave, or those of the DataLoader's batch."""
 
     def __init__(self, ground: Ground) -> None:

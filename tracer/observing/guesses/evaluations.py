@@ -18,7 +18,7 @@ from tracer import walking
 from tracer.messaging.messages import DEFAULT_TAG, EVAL_TAG
 from tracer.observing.clock import At, UndecidedTag
 from tracer.observing.guesses.losses import Terms
-from tracer.observing.part import Ground, Part
+from tracer.observing.part import ExporterPart, Ground
 from tracer.observing.pytorch.autograd import Node, is_made_within, next_of_thread, node_of
 from tracer.observing.pytorch.hooks import Told, on_gradient_once
 from tracer.observing.pytorch.tensors import leaves, unobservable
@@ -95,7 +95,7 @@ class UndecidedPass:
         return any(is_made_within(one, self._spans) for one in tensors)
 
 
-class UndecidedPasses(Part):
+class UndecidedPasses(ExporterPart):
     """Holds the messages of undecided passes, and publishes them once it is known what the passes are for.
 
     Attributes

@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 
 from tracer.messaging.messages import DEFAULT_TAG
 from tracer.observing.clock import At
-from tracer.observing.part import Ground, Part
+from tracer.observing.part import ExporterPart, Ground
 from tracer.observing.pytorch.autograd import Node, is_made_of, multiple_of, node_of
 from tracer.observing.pytorch.tensors import unobservable
 
@@ -155,7 +155,7 @@ class _LossAside:
     several: bool = False
 
 
-class Terms(Part):
+class Terms(ExporterPart):
     """The results of loss functions and loss modules.
 
     Attributes
@@ -304,7 +304,7 @@ class _TrainingLoss:
     owner: Optimizer | None = None
 
 
-class Objectives(Part):
+class Objectives(ExporterPart):
     """Publishes the tensors that a training differentiates as its loss, with a leaf if a step has several losses.
 
     With several optimizers the leaf names what the next optimizer to step trains. With one optimizer, or with losses

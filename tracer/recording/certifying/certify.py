@@ -144,7 +144,7 @@ class Step(NamedTuple):
 
 
 @dataclass
-class Steps:
+class RehearsedSteps:
     """The first steps of a run.
 
     Attributes
@@ -177,7 +177,7 @@ class Rehearsal(ABC):
     """
 
     def __init__(self, limit: int) -> None:
-        self.steps = Steps()
+        self.steps = RehearsedSteps()
         self.recording: Run | None = None
         self._limit = limit
         self._began = self._now()
@@ -212,7 +212,7 @@ class Rehearsal(ABC):
         return last
 
 
-def compare(bare: Steps, recorded: Steps, again: Steps, *, hint: str = "") -> Certificate:
+def compare(bare: RehearsedSteps, recorded: RehearsedSteps, again: RehearsedSteps, *, hint: str = "") -> Certificate:
     """The verdict on a run with a recorder, and two without; `hint` says why these two may differ."""
     count = min(len(one.taken) for one in (bare, recorded, again))
     overhead = _overhead(bare, recorded, again)
@@ -243,7 +243,7 @@ def compare(bare: Steps, recorded: Steps, again: Steps, *, hint: str = "") -> Ce
     return made(verdict="identical", reason=reason, overhead=overhead)
 
 
-def _when(steps: Steps) -> str:
+def _when(steps: RehearsedSteps) -> str:
     return f"after step {len(steps.taken) - 1}" if steps.taken else "before the end of its first step"
 
 
@@ -252,7 +252,7 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + more
 
 
-def _first_difference(one: Steps, other: Steps) -> tuple[int, tuple[str, ...]] | None:
+def _first_difference(one: RehearsedSteps, other: RehearsedSteps) -> tuple[int, tuple[str, ...]] | None:
     """The first step after which two runs differ, and the names of what differs; None if nothing does."""
     for number, (a, b) in enumerate(zip(one.taken, other.taken, strict=False)):
         if a.hashes != b.hashes:
@@ -263,7 +263,7 @@ def _first_difference(one: Steps, other: Steps) -> tuple[int, tuple[str, ...]] |
     return None
 
 
-def _overhead(bare: Steps, recorded: Steps, again: Steps) -> dict[str, Any]:
+def _overhead(bare: RehearsedSteps, recorded: RehearsedSteps, again: RehearsedSteps) -> dict[str, Any]:
     """How much longer a recorded step takes; empty if a run has fewer than two steps."""
     if min(len(one.taken) for one in (bare, recorded, again)) < 2:
         return {}
@@ -346,7 +346,7 @@ def certify(train: Train, *, steps: int = STEPS) -> Certificate:
     if disabled():
         return Certificate(verdict="failed", reason=f"{DISABLE} turns recording off, so nothing was compared")
     before = generators()
-    runs: list[Steps] = []
+    runs: list[RehearsedSteps] = []
     try:
         for recorded in (False, True, False):
             set_generators(before)
@@ -359,7 +359,7 @@ def certify(train: Train, *, steps: int = STEPS) -> Certificate:
 # -- a training in this process ---------------------------------------------------------------------------------------
 
 
-def _rehearse(train: Train, limit: int, recorded: bool) -> Steps:
+def _rehearse(train: Train, limit: int, recorded: bool) -> RehearsedSteps:
     """The first steps of a training."""
     with tempfile.TemporaryDirectory(prefix="trace-certify-") as folder:
         rehearsal = _OfFunction(folder if recorded else None, limit)
@@ -407,7 +407,7 @@ class _OfFunction(Rehearsal):
                 # called after the recorder's own hook, which was registered before
                 handles = [optimizers[-1].register_step_post_hook(functools.partial(self._stepped, run))]
             elif optimizer is None:
-                passes = _Passes(run, self._over)
+                passes = _CertifiedPasses(run, self._over)
                 handles = [unwrap(model).register_forward_pre_hook(passes)]
             else:
                 step = run.step
@@ -451,7 +451,7 @@ class _OfFunction(Rehearsal):
             raise Enough
 
 
-class _Passes:
+class _CertifiedPasses:
     """Ends steps without an optimizer: a step lasts until the next training forward."""
 
     def __init__(self, run: Run, over: Callable[[Run], None]) -> None:

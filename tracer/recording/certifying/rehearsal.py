@@ -37,7 +37,7 @@ from tracer.observing.probes import PROBE
 from tracer.observing.pytorch.autograd import behind
 from tracer.recording import termination
 from tracer.recording.budget import ROW_BYTES
-from tracer.recording.certifying.certify import Rehearsal, Step, Steps, compare, fingerprint
+from tracer.recording.certifying.certify import Rehearsal, RehearsedSteps, Step, compare, fingerprint
 from tracer.recording.launching.program import Program
 from tracer.recording.launching.script import captures_of, run, unwatched
 from tracer.recording.launching.session import replaced, telling, telling_backward
@@ -128,7 +128,7 @@ def certify_script(
     return compare(*runs, hint=hint)
 
 
-def rehearse(request: Request, folder: Path, *, recorded: bool) -> tuple[Steps, dict[str, Any]]:
+def rehearse(request: Request, folder: Path, *, recorded: bool) -> tuple[RehearsedSteps, dict[str, Any]]:
     """Run a rehearsal in a separate process.
 
     Parameters
@@ -202,8 +202,8 @@ def _tail(report: Path) -> bytes:
         return file.read()
 
 
-def _read(report: Path, errors: Path, code: int) -> tuple[Steps, dict[str, Any]]:
-    steps, told = Steps(), dict[str, Any]()
+def _read(report: Path, errors: Path, code: int) -> tuple[RehearsedSteps, dict[str, Any]]:
+    steps, told = RehearsedSteps(), dict[str, Any]()
     for line in report.read_text(encoding="utf-8").splitlines():
         one = json.loads(line)
         if "hashes" in one:

@@ -84,7 +84,7 @@ class Found(NamedTuple):
     modified: float
 
 
-class Part(NamedTuple):
+class ObjectPart(NamedTuple):
     """Bytes of a range of an object, and the size of the whole object."""
 
     data: memoryview
@@ -113,18 +113,18 @@ class Objects:
     def _path(self, name: str) -> str:
         return f"{self._base}/{name}" if name else self._base
 
-    def get(self, name: str, start: int = 0, nbytes: int = DOCUMENT_LIMIT + 1) -> Part | None:
+    def get(self, name: str, start: int = 0, nbytes: int = DOCUMENT_LIMIT + 1) -> ObjectPart | None:
         """A range of an object, cut at the end of the object; None if the object does not exist."""
         options: Any = {"range": (start, start + nbytes)}
 
-        def get(store: Any) -> Part:
+        def get(store: Any) -> ObjectPart:
             try:
                 found = obstore.get(store, self._path(name), options=options)
-                return Part(memoryview(found.bytes()).cast("B"), found.meta["size"])
+                return ObjectPart(memoryview(found.bytes()).cast("B"), found.meta["size"])
             except (BaseError, ValueError) as error:
                 # the range starts behind the end of the object
                 if re.search(r"status code: 416|<Code>InvalidRange</Code>", str(error)):
-                    return Part(memoryview(b""), 0)
+                    return ObjectPart(memoryview(b""), 0)
                 raise
 
         return self._ask("read", get, absent=True)
