@@ -65,7 +65,7 @@ LINES = {
     "tracer/integrations": 195,
     "tracer/messaging": 1490,
     "tracer/numbers": 582,
-    "tracer/observing": 9219,
+    "tracer/observing": 9222,
     "tracer/recording": 5365,
     "tracer/replaying": 645,
     "tracer/stores": 3405,

@@ -95,7 +95,7 @@ class Work:
             done, _ = wait(running, LOOK_SECONDS, FIRST_COMPLETED)
             if not done:
                 engine.check()
-            for one in done:
+            for one in [one for one in running if one in done]:  # in the order in which they began
                 self._take(engine, running.pop(one), one)
 
     def _submit(self, engine: Engine, task: Task) -> Running:

@@ -20,6 +20,7 @@ from click.testing import CliRunner
 
 import tracer
 from tests import processes
+from tests.stores.stored import recorded_in
 from tracer import (
     Collect,
     Message,
@@ -293,7 +294,7 @@ def test_a_trace_that_is_moved_while_it_is_followed(tmp_path: Path, suffix: str)
         """Move the trace away when the last of four answers is printed."""
         lines.append(message_line(facts))
         if len(lines) == 4:
-            path.rename(tmp_path / f"moved{suffix}")
+            recorded_in(path).rename(tmp_path / "moved.zarr")
         return lines[-1]
 
     with writing(path) as other, pytest.MonkeyPatch.context() as patches:
@@ -301,7 +302,8 @@ def test_a_trace_that_is_moved_while_it_is_followed(tmp_path: Path, suffix: str)
         patches.setattr("tracereel.asking.message_line", move)
         command = ["replay", str(path), "-s", "norm:kind=weights", "--follow", "--out", str(out)]
         result = CliRunner().invoke(main, command, prog_name="trace")
-    said = f"{path} was removed, moved or overwritten while it was read; the answers are to what comes before that"
+    moved = f"{recorded_in(path)} was removed, moved or overwritten while it was read"
+    said = f"{moved}; the answers are to what comes before that"
     assert (result.exit_code, result.stdout.splitlines()) == (1, lines)
     assert result.stderr.splitlines() == [f"4 rows written to {out}", f"Error: {said}"]
     assert [json.loads(line)["global_step"] for line in out.read_text().splitlines()] == [0, 0, 1, 1]

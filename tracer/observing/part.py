@@ -294,7 +294,10 @@ class Wiring:
         for optimizer in self.optimizers.all:
             if not leaves_gradients(optimizer) and not is_heard_last(optimizer):
                 key = id(optimizer), Role.BEFORE_OPTIMIZER, ""
-                _, hook, hanging = self._hung[key]
+                hung = self._hung.get(key)
+                if hung is None:  # another thread, whose garbage collection found the recording, takes the hooks off
+                    continue
+                _, hook, hanging = hung
                 hanging.remove()
                 self._hung[key] = optimizer, hook, before_step(optimizer, hook)
                 self._list_hooks()
