@@ -5,7 +5,8 @@ from __future__ import annotations
 import html
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from enum import IntEnum
 from typing import Any, Final
 
 _MOST = 40
@@ -86,3 +87,24 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], caption: str
 def _cell(value: object) -> str:
     text = "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
     return html.escape(printable(text))
+
+
+def json_of(thing: object, *names: str) -> dict[str, Any]:
+    """Some attributes of an object in JSON values.
+
+    Examples
+    --------
+    >>> json_of(3 + 4j, "real", "imag")
+    {'real': 3.0, 'imag': 4.0}
+    """
+    return {name: _json_of(getattr(thing, name)) for name in names}
+
+
+def _json_of(value: Any) -> Any:
+    if isinstance(value, IntEnum):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {name: _json_of(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_json_of(one) for one in value]
+    return value.as_json() if hasattr(value, "as_json") else value

@@ -28,7 +28,7 @@ from analyze.batching.part_files import RUN_COLUMNS, PartFiles, remove_spoiled
 from analyze.batching.planning import PART_BYTES
 from analyze.batching.units import Pairs
 from analyze.batching.work import Work, engine_of, is_for_here
-from analyze.metrics.inputs import is_whole
+from analyze.metrics.checks import is_whole
 from analyze.tables.results import Results
 from analyze.tables.writing import PathLike, arrow_schema, new_file, not_installed, pandas
 from tracer.errors import CaptureError

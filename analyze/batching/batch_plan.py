@@ -16,7 +16,7 @@ from analyze.batching.part_files import stored
 from analyze.batching.planning import PART_BYTES, plan_trace, unplanned, where
 from analyze.batching.traces import find_traces
 from analyze.batching.units import Pairs, Question, Task, TracePlan, Unit, UnitFailure, questions, sentence_of
-from analyze.metrics.inputs import is_whole
+from analyze.metrics.checks import is_whole
 from tracer.errors import CaptureError
 from tracer.replaying.filters import Filters
 from tracer.stores.locations import Anywhere, Url, location

@@ -15,7 +15,7 @@ from typing import Any, Final, final
 
 from analyze.batching.engines import Engine, Running, cores
 from analyze.batching.units import Receipt, Task
-from analyze.metrics.inputs import is_whole
+from analyze.metrics.checks import is_whole
 from tracer.errors import MessageError, TracerError
 
 NO_DASHBOARD: Final = {"dashboard": False, "dashboard_address": "127.0.0.1:0"}

@@ -27,7 +27,7 @@ from types import ModuleType
 from typing import Any, Final, NamedTuple, TypeAlias, final
 
 from analyze.batching.units import Receipt, Task
-from analyze.metrics.inputs import is_whole
+from analyze.metrics.checks import is_whole
 from tracer.errors import CaptureError, TracerError
 
 ONE_THREAD: Final = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
@@ -206,11 +206,11 @@ def _begin(variables: Mapping[str, str], memory: int | None) -> None:
     os.dup2(2, 1)  # stdout belongs to the process of the batch
     np.random.seed()  # noqa: NPY002 - third-party subscribers may draw from the global generator, of which this is a copy
     torch.default_generator.seed()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     if memory is not None:
         import resource
 
-        resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+        resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))  # last, because a thread needs memory of its own
 
 
 def _end_with_parent() -> None:

@@ -14,7 +14,7 @@ from typing import Final
 from tracer.errors import CaptureError, TraceNotFoundError, TraceUnreadableError, warn_only
 from tracer.format.names import FORMAT
 from tracer.stores.disk.files import is_there
-from tracer.stores.locations import SCHEMES, Anywhere, Url, location, whole_of
+from tracer.stores.locations import SCHEMES, Anywhere, Url, final_of, location, whole_of
 from tracer.stores.opening import STORES
 from tracer.stores.zarr.documents import read_document
 
@@ -92,8 +92,10 @@ def _meant(source: Anywhere, lists: tuple[str, ...]) -> Iterator[str]:
     if "://" in text and text.partition("://")[0] in SCHEMES:
         yield from _at_url(text)
         return
+    text = final_of(text)
     path = Path(text)
-    if path.suffix.lower() in SUFFIXES and (is_there(path) or (lists and not GLOB.intersection(text))):
+    there = is_there(path) or is_there(Path(f"{text}.zarr"))
+    if path.suffix.lower() in SUFFIXES and (there or (lists and not GLOB.intersection(text))):
         yield text
     elif os.path.isdir(text):
         below = _once(_below(text))
@@ -103,7 +105,9 @@ def _meant(source: Anywhere, lists: tuple[str, ...]) -> Iterator[str]:
             )
         yield from below
     elif GLOB.intersection(text):
-        matches = list(_matching(text))
+        # an HDF5 trace whose run has not ended is a folder beside its path
+        folders = [one for one in _matching(f"{text}.zarr") if final_of(one) != one]
+        matches = [final_of(one) for one in (*_matching(text), *folders)]
         traces = _once(one for one in matches if Path(one).suffix.lower() in SUFFIXES and not _is_part(Path(one)))
         if not traces:
             raise CaptureError(f"no trace matches {text}" + (f", but {len(matches)} other files do" if matches else ""))
@@ -139,7 +143,7 @@ def _below(folder: str) -> Iterator[str]:
         for entry in entries:
             path = Path(entry.path)
             if path.suffix.lower() in SUFFIXES and not _is_part(path) and not _is_other(path):
-                yield str(path)
+                yield final_of(str(path))
 
 
 def _folders(top: str) -> Iterator[tuple[str, list[os.DirEntry[str]]]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from analyze.comparing.amounts import Amount
 from analyze.comparing.matching import Name
-from analyze.rules.finding import json_of
+from tracer.shown import json_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from analyze.comparing.compare import aligned, observed
 from analyze.comparing.similarities import Item, Similarities, codes_of_pairs
-from analyze.metrics.inputs import check_word
+from analyze.metrics.checks import check_word
 from analyze.metrics.similarity import estimates
 from analyze.metrics.similarity.bases import Basis, basis, check_threshold
 from analyze.metrics.similarity.canonical import Average, null_baseline

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import final
 
-from analyze.metrics.inputs import check, is_number, is_whole, single_number
+from analyze.metrics.checks import check, is_number, is_whole
+from analyze.metrics.inputs import single_number
 from analyze.metrics.metric import AtStep, OfSteps, OneNumber, Selected, memory
 from tracer.messaging.messages import Message
 

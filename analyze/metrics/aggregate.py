@@ -9,7 +9,8 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from analyze.metrics.inputs import answer, check, check_which, is_whole, real_numbers
+from analyze.metrics.checks import check, check_which, is_whole
+from analyze.metrics.inputs import answer, real_numbers
 from analyze.metrics.metric import (
     AtStep,
     Record,

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from analyze.metrics.aggregate import Reducer, check_reductions
-from analyze.metrics.inputs import as_float64, check, is_number, real_numbers, single_number
+from analyze.metrics.checks import check, is_number
+from analyze.metrics.inputs import as_float64, real_numbers, single_number
 from analyze.metrics.metric import (
     AtStep,
     OfSteps,

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from analyze.metrics.accuracy import IGNORED, class_axis, yes_no
-from analyze.metrics.inputs import check, check_word, is_whole
+from analyze.metrics.checks import check, check_word, is_whole
 from analyze.metrics.metric import AtStep, OfSteps, Record, Tagged, memory, restored
 from tracer.errors import MessageError
 from tracer.messaging.messages import Message, MessageBundle

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from analyze.metrics.inputs import check, check_word, is_number, is_whole
+from analyze.metrics.checks import check, check_word, is_number, is_whole
 from analyze.metrics.metric import PerMessage, Selected, Stream, memory, stream_of
 from analyze.metrics.moments import shared
 from analyze.metrics.statistics import statistics

@@ -15,16 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from analyze.metrics.inputs import (
-    as_float64,
-    axis_of_datapoints,
-    carries_data,
-    check,
-    check_word,
-    datapoints_first,
-    is_number,
-    is_whole,
-)
+from analyze.metrics.checks import check, check_word, is_number, is_whole
+from analyze.metrics.inputs import as_float64, axis_of_datapoints, carries_data, datapoints_first
 from analyze.metrics.metric import AtStep, OfSteps, Selected
 from analyze.metrics.sample_gram import ConvGeometry, SampleGram, layer_grams, linear_gram, may_have_time_first  # noqa: F401 - for the example
 from tracer.errors import MessageError

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from analyze.metrics.inputs import check, is_number, is_whole
+from analyze.metrics.checks import check, is_number, is_whole
 from analyze.metrics.metric import PerMessage
 from analyze.metrics.spectral_norm import generator_of, seeded
 from tracer.errors import CaptureError

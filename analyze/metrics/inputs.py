@@ -1,4 +1,4 @@
-"""Inputs and parameters of metrics: data as exact float64 arrays on the CPU, numbers in range, known words.
+"""Inputs of metrics: data as exact float64 arrays on the CPU.
 
 Sums are taken in float64 on the CPU, by one thread, in the logical order of the elements. So a live run on a GPU and
 its replay on the same machine agree to the bit, whatever the device, the memory layout or the number of threads; on
@@ -8,8 +8,8 @@ another machine they agree to about 1e-15. (Linear algebra uses the processor's 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeGuard
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -79,55 +79,3 @@ def axis_of_datapoints(message: Message) -> int | None:
 def datapoints_first(data: Tensor, axis: int | None) -> Tensor:
     """Data with the datapoints in axis 0, given the axis that they are in; None: unknown, so it is left as it is."""
     return data.movedim(axis, 0) if axis and data.ndim > axis else data
-
-
-def is_number(value: object) -> TypeGuard[float]:
-    """Whether a value is an int or a float, and not a bool."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def is_whole(value: object, least: int) -> TypeGuard[int]:
-    """Whether a value is an int of at least `least`, and not a bool."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def check(good: bool, rule: str, given: object) -> None:
-    """Raise `MessageError` with the rule and the given value, unless `good`.
-
-    Examples
-    --------
-    >>> check(is_whole(0, 1), "lag is a positive integer", 0)
-    Traceback (most recent call last):
-        ...
-    tracer.errors.MessageError: lag is a positive integer, not 0
-    """
-    if not good:
-        raise MessageError(f"{rule}, not {given!r}")
-
-
-def check_word(what: str, given: object, words: Iterable[str]) -> None:
-    """Raise `MessageError` unless a parameter is one of the allowed words.
-
-    Examples
-    --------
-    >>> check_word("per", "row", ("tensor", "channel"))
-    Traceback (most recent call last):
-        ...
-    tracer.errors.MessageError: per is 'tensor' or 'channel', not 'row'
-    """
-    *others, last = words = tuple(words)
-    check(given in words, f"{what} is {', '.join(map(repr, others))} or {last!r}", given)
-
-
-def check_which(what: str, which: str | Iterable[str], good: Callable[[str], object], words: str) -> tuple[str, ...]:
-    """The names in `which` as a tuple; a string is split at its plus signs.
-
-    Raises `MessageError` if there are no names, or one is not `good` or repeated; `words` lists the good names.
-    """
-    names = tuple(which.split("+")) if isinstance(which, str) else tuple(which)
-    for name in names:
-        if not good(name):
-            raise MessageError(f"there is no {what} {name!r}; there are {words}")
-    if not names or len(set(names)) != len(names):
-        raise MessageError(f"{what}s are named once each, at least one, not {', '.join(names) or 'none'}")
-    return names

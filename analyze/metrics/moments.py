@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from analyze.metrics.inputs import check, is_whole
+from analyze.metrics.checks import check, is_whole
 from analyze.metrics.metric import OneNumber, Selected
 from tracer.messaging.messages import Message
 from tracer.messaging.stacks import Stack

@@ -10,7 +10,8 @@ from typing import final
 import numpy as np
 from numpy.typing import NDArray
 
-from analyze.metrics.inputs import blocks, check, is_number, power_of_two
+from analyze.metrics.checks import check, is_number
+from analyze.metrics.inputs import blocks, power_of_two
 from analyze.metrics.metric import OneNumber, Selected
 from analyze.metrics.moments import shared, shared_by_all, statistic
 from tracer.messaging.messages import Message

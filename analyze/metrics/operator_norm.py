@@ -14,7 +14,8 @@ from typing import Any, Literal, final
 import numpy as np
 from numpy.typing import NDArray
 
-from analyze.metrics.inputs import check, is_whole, power_of_two
+from analyze.metrics.checks import check, is_whole
+from analyze.metrics.inputs import power_of_two
 from analyze.metrics.metric import PerMessage, Selected, memory
 from analyze.metrics.spectra import code
 from analyze.metrics.spectral_norm import (

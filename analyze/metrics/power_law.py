@@ -14,7 +14,8 @@ import numpy as np
 import scipy
 from numpy.typing import NDArray
 
-from analyze.metrics.inputs import check, check_word, power_of_two
+from analyze.metrics.checks import check, check_word
+from analyze.metrics.inputs import power_of_two
 from analyze.metrics.metric import PerMessage, Selected
 from analyze.metrics.spectra import (
     SpectrumOfWeights,

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from analyze.metrics.inputs import check, is_whole
+from analyze.metrics.checks import check, is_whole
 from analyze.metrics.metric import PerMessage, Selected
 from analyze.metrics.similarity.datapoints import Channels, check_channels
 from analyze.metrics.spectra import OfSpectrum, SpectrumOfWeights, Status, of_data, singular

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from analyze.metrics.inputs import answer, check, check_word, is_number
+from analyze.metrics.checks import check, check_word, is_number
+from analyze.metrics.inputs import answer
 from analyze.metrics.metric import (
     Record,
     Selected,

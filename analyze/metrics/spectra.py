@@ -18,7 +18,8 @@ import scipy
 from numpy.typing import NDArray
 from torch import Tensor
 
-from analyze.metrics.inputs import as_float64, check, power_of_two
+from analyze.metrics.checks import check
+from analyze.metrics.inputs import as_float64, power_of_two
 from analyze.metrics.metric import PerMessage, Record, Selected
 from analyze.metrics.similarity.datapoints import Channels, check_channels, neurons, neurons_last
 from tracer.errors import MessageError

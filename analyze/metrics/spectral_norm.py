@@ -12,7 +12,8 @@ import numpy as np
 import scipy
 from numpy.typing import NDArray
 
-from analyze.metrics.inputs import as_float64, check, is_number, is_whole, power_of_two
+from analyze.metrics.checks import check, is_number, is_whole
+from analyze.metrics.inputs import as_float64, power_of_two
 from analyze.metrics.metric import PerMessage, Selected, stream_of
 from analyze.metrics.spectra import code, matrix
 from tracer.messaging.messages import Message

@@ -13,7 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from analyze.metrics.inputs import as_float64, check, check_which, check_word, is_number
+from analyze.metrics.checks import check, check_which, check_word, is_number
+from analyze.metrics.inputs import as_float64
 from analyze.metrics.metric import PerMessage, Selected
 from analyze.metrics.moments import FORMULAS, check_ddof, derive, needs_of, shared, shared_by_all
 from analyze.metrics.norm import norm

@@ -9,8 +9,8 @@ from typing import final
 import numpy as np
 from numpy.typing import NDArray
 
+from analyze.metrics.checks import check, is_number
 from analyze.metrics.hessian import PROBES, Block, Estimated, OfLoss, check_probes, mean_of, signs, trace_of
-from analyze.metrics.inputs import check, is_number
 from tracer.errors import CaptureError
 from tracer.numbers.arrays import Array, as_array
 

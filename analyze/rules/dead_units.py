@@ -9,7 +9,7 @@ from typing import Any, Unpack, final
 import numpy as np
 from numpy.typing import NDArray
 
-from analyze.metrics.inputs import check, is_number, is_whole
+from analyze.metrics.checks import check, is_number, is_whole
 from analyze.metrics.metric import Series
 from analyze.metrics.moments import shared
 from analyze.rules.finding import Finding, Place

@@ -133,27 +133,6 @@ class Finding:
         return {name: finite(value) for name, value in told.items()}
 
 
-def json_of(thing: object, *names: str) -> dict[str, Any]:
-    """Some attributes of an object in JSON values.
-
-    Examples
-    --------
-    >>> json_of(Severity.ERROR, "name", "real")
-    {'name': 'ERROR', 'real': 3}
-    """
-    return {name: _json_of(getattr(thing, name)) for name in names}
-
-
-def _json_of(value: Any) -> Any:
-    if isinstance(value, Severity):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {name: _json_of(one) for name, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_json_of(one) for one in value]
-    return value.as_json() if hasattr(value, "as_json") else value
-
-
 _REST = 10
 """A finding ends when its condition has not held at this many judged steps in a row."""
 _MANY = 16

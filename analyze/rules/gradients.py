@@ -9,8 +9,9 @@ from typing import Unpack, final
 
 import numpy as np
 
+from analyze.metrics.checks import check, is_number, is_whole
 from analyze.metrics.gradient_noise import GradientNoise
-from analyze.metrics.inputs import check, is_number, is_whole, single_number
+from analyze.metrics.inputs import single_number
 from analyze.metrics.metric import Series
 from analyze.rules.finding import Finding, Place, Severity
 from analyze.rules.rule import Looking, Rule, TableRule, grown

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple, Unpack, final
 
-from analyze.metrics.inputs import check, is_number, is_whole
+from analyze.metrics.checks import check, is_number, is_whole
 from analyze.rules.finding import Finding, Place, Severity
 from analyze.rules.rule import Looking, Rule
 from tracer.messaging.messages import Message

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Unpack, final
 
-from analyze.metrics.inputs import check, is_number
+from analyze.metrics.checks import check, is_number
 from analyze.metrics.moments import Extent, shared
 from analyze.rules.finding import Finding, Place
 from analyze.rules.rule import Looking, Rule

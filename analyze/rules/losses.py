@@ -11,7 +11,8 @@ from typing import Unpack, final
 import numpy as np
 from numpy.typing import NDArray
 
-from analyze.metrics.inputs import check, is_number, is_whole, single_number
+from analyze.metrics.checks import check, is_number, is_whole
+from analyze.metrics.inputs import single_number
 from analyze.metrics.metric import Series, series_of
 from analyze.rules.finding import Finding, Place, Severity
 from analyze.rules.rule import Looking, Rule

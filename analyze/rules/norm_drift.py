@@ -9,7 +9,7 @@ from typing import Any, Unpack, final
 import numpy as np
 from numpy.typing import NDArray
 
-from analyze.metrics.inputs import check, is_number
+from analyze.metrics.checks import check, is_number
 from analyze.rules.finding import Finding, Severity
 from analyze.rules.rule import Looking, TableRule, entries, grown
 from analyze.rules.tables import Table

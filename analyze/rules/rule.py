@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypedDict
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from analyze.metrics.inputs import check, is_whole
+from analyze.metrics.checks import check, is_whole
 from analyze.metrics.metric import Registered, Series, series_of
 from analyze.rules.coverage import Judged
 from analyze.rules.finding import Episode, Episodes, Finding, Measured, Place, Severity

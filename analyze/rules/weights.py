@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from analyze.metrics.inputs import check, is_number, is_whole
+from analyze.metrics.checks import check, is_number, is_whole
 from analyze.metrics.metric import Series, series_of
 from analyze.rules.finding import Finding, Place, Severity
 from analyze.rules.rule import LastValues, Looking, TableRule, columns_of, entries, grown, latest, taken

@@ -15,7 +15,7 @@ from analyze.registry import instances
 from analyze.rules import RESULTS, RULES
 from analyze.rules.coverage import Coverage, in_table
 from analyze.rules.coverage import together as coverage_of
-from analyze.rules.finding import Finding, Severity, json_of
+from analyze.rules.finding import Finding, Severity
 from analyze.rules.rule import Rule, TableRule
 from analyze.rules.tables import ByTables, Reader
 from tracer.errors import MessageError, StopTraining, TraceCorruptError
@@ -28,7 +28,7 @@ from tracer.observing.probes import PROBE
 from tracer.replaying.filters import Audience, Filters
 from tracer.replaying.replay import replay
 from tracer.replaying.wanted import wanted_of
-from tracer.shown import table
+from tracer.shown import json_of, table
 from tracer.stores.locations import Anywhere
 from tracer.trace.reader import TraceReader
 from tracer.trace.streams import Steps

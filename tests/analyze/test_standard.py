@@ -75,7 +75,7 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 REMEDIES = (
-    r"trace reenact RUN --steps A:B( -k \w+)+ SCRIPT\.py records it of some steps, if there is any",
+    r"trace reenact RUN --steps A:B( -k \w+)+ SCRIPT\.py gives a trace of some steps that has it, if the run does",
     r"run\.probe\(name, inputs, every=N\), or trace record --probe N",
     r"; \w+ is by its name an answer of (\w+), so ask \1, too",
     r"; (\w+):tag=eval takes what is there",
@@ -181,7 +181,7 @@ def test_rules_run_on_statistics(standard: Path, full: Path) -> None:
     assert said == [(one.rule, one.module, one.first, one.evidence) for one in of_data.findings if one.rule in looked]
     assert {"not_finite", "evaluation_mode", "poor_initialisation", "update_ratio", "norm_drift"} <= looked
     for name in set(of_data.looked) - looked:
-        assert "SCRIPT.py records it of some steps, if there is any" in found.unjudged[name], name
+        assert "SCRIPT.py gives a trace of some steps that has it, if the run does" in found.unjudged[name], name
 
 
 @pytest.mark.parametrize("fault", ["evaluation", "dropout", "equal"])

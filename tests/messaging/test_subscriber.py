@@ -266,18 +266,18 @@ KEPT = [
         (
             Subscription("activations"),
             "Doubled needs activations (tag default), of which it has only hashes and statistics; trace reenact RUN "
-            "--steps A:B -k activations SCRIPT.py records it of some steps, if there is any",
+            "--steps A:B -k activations SCRIPT.py gives a trace of some steps that has it, if the run does",
         ),
         (
             SynchronizedSubscription(["weights", "biases"]),
             "Doubled needs biases (tag default), but it has only keyframe, weights, network_output (tag eval), loss, "
             "generators, input_data, hashes and statistics of activations, hashes of network_output; trace reenact RUN "
-            "--steps A:B -k biases -k weights SCRIPT.py records it of some steps, if there is any",
+            "--steps A:B -k biases -k weights SCRIPT.py gives a trace of some steps that has it, if the run does",
         ),
         (
             Subscription("network_output"),
             "Doubled needs network_output (tag default; there is tag eval), of which it has only hashes; trace reenact "
-            "RUN --steps A:B -k network_output SCRIPT.py records it of some steps, if there is any",
+            "RUN --steps A:B -k network_output SCRIPT.py gives a trace of some steps that has it, if the run does",
         ),
         (
             Subscription("weights_tripled"),

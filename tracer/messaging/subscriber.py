@@ -369,10 +369,12 @@ def run_again(kinds: Iterable[str], steps: str = "A:B") -> str:
     Examples
     --------
     >>> run_again(["weights", "weights_doubled"], "5:6")
-    'trace reenact RUN --steps 5:6 -k weights SCRIPT.py records it of some steps, if there is any'
+    'trace reenact RUN --steps 5:6 -k weights SCRIPT.py gives a trace of some steps that has it, if the run does'
     """
     named = "".join(f" -k {kind}" for kind in sorted(kinds) if kind in KINDS)
-    return f"trace reenact RUN --steps {steps}{named} SCRIPT.py records it of some steps, if there is any"
+    return (
+        f"trace reenact RUN --steps {steps}{named} SCRIPT.py gives a trace of some steps that has it, if the run does"
+    )
 
 
 def _places(kind: str, subscription: Subscription, offered: Offered) -> Iterator[tuple[str | None, str | None]]:

@@ -128,6 +128,17 @@ def whole_of(name: str) -> str | None:
     return None if found is None else found["stem"] + found["suffix"]
 
 
+def final_of(path: str) -> str:
+    """The path of a trace that is recorded in a folder: ``run.h5`` for ``run.h5.zarr``; any other path as it is.
+
+    Examples
+    --------
+    >>> final_of("run.h5.zarr"), final_of("run.zarr"), final_of("run.h5")
+    ('run.h5', 'run.zarr', 'run.h5')
+    """
+    return path.removesuffix(".zarr") if path.lower().endswith((".h5.zarr", ".hdf5.zarr")) else path
+
+
 def beside(path: Location, names: Iterable[str]) -> list[str]:
     """The names among `names` of other part files of the trace at `path`, sorted by rank and attempt.
 

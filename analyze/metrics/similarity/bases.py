@@ -14,7 +14,7 @@ import numpy as np
 import scipy
 from numpy.typing import NDArray
 
-from analyze.metrics.inputs import check, is_number
+from analyze.metrics.checks import check, is_number
 from analyze.metrics.metric import Record
 from analyze.metrics.similarity.covariance import SecondMoments, Triangle, negligible, scale_near
 from analyze.metrics.similarity.datapoints import (

@@ -12,7 +12,7 @@ from typing import Any, Literal, final, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from analyze.metrics.inputs import check, check_word, is_number, is_whole
+from analyze.metrics.checks import check, check_word, is_number, is_whole
 from analyze.metrics.similarity.bases import centred
 from analyze.metrics.similarity.canonical import refuse, sheets
 from analyze.metrics.similarity.covariance import Joint

@@ -13,7 +13,8 @@ from typing import Any, Literal, TypeVar, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from analyze.metrics.inputs import axis_of_datapoints, check, check_word, datapoints_first
+from analyze.metrics.checks import check, check_word
+from analyze.metrics.inputs import axis_of_datapoints, datapoints_first
 from tracer.messaging.messages import Message, with_data
 from tracer.numbers.arrays import Array, as_array
 

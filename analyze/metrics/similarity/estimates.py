@@ -12,7 +12,7 @@ import scipy
 import torch
 from numpy.typing import NDArray
 
-from analyze.metrics.inputs import check, is_whole
+from analyze.metrics.checks import check, is_whole
 from analyze.metrics.metric import PerMessage, Selected
 from analyze.metrics.similarity.bases import centred
 from analyze.metrics.similarity.datapoints import (

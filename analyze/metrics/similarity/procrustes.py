@@ -13,7 +13,7 @@ import numpy as np
 import scipy
 from numpy.typing import NDArray
 
-from analyze.metrics.inputs import check, is_number
+from analyze.metrics.checks import check, is_number
 from analyze.metrics.similarity.bases import Basis, centred, of_sheet
 from analyze.metrics.similarity.canonical import null_baseline, refuse, sheets
 from analyze.metrics.similarity.cka import UNLIKE, Alignment, AlignmentResult

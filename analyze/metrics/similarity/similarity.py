@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from analyze.metrics.inputs import check, check_word, is_whole
+from analyze.metrics.checks import check, check_word, is_whole
 from analyze.metrics.metric import Record, Tagged, memory, stored
 from analyze.metrics.similarity.bases import Basis, Spectrum, no_basis, of_triangle, spectrum_of_scatter
 from analyze.metrics.similarity.canonical import Average, CanonicalResult, compare, overlap_of, with_spectrum

@@ -9,11 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from analyze.batching.batch import batch
 from analyze.batching.traces import find_traces
 from tests.analyze.batching.batches import counted, write
+from tracer import NetworkMessage, TraceWriter
 from tracer.errors import CaptureError, TraceUnreadableError
 from tracereel.main import main
 
@@ -124,3 +126,18 @@ def test_a_thousand_folders_deep(folder: Path) -> None:
     with pytest.raises(CaptureError, match="no trace in the folder"):
         (folder / "empty").mkdir()
         find_traces("empty")
+
+
+@pytest.mark.parametrize("source", [".", "*.h*5", "*", "**/*.h5", "run*.h5", "@list", "run.h5", "run.h5.zarr"])
+def test_an_hdf5_trace_whose_run_has_not_ended(tmp_path: Path, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is a folder beside its path, and is found and computed by the name that it will have."""
+    monkeypatch.chdir(tmp_path)
+    writer = TraceWriter(tmp_path / "run.h5")
+    where = {"global_step": 0, "train_step": 0, "epoch": 0}
+    writer.write(NetworkMessage(kind="loss", data=torch.tensor(1.0), **where))
+    writer.commit()
+    (tmp_path / "list").write_text("run.h5\n")
+    assert [Path(trace).name for trace in find_traces(source)] == ["run.h5"]
+    assert counted(batch(source, "loss", tmp_path / "out", workers=0)) == (1, 0, 0)
+    writer.finish()
+    assert [Path(trace).name for trace in find_traces("run.h5")] == ["run.h5"]
