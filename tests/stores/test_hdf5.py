@@ -352,3 +352,15 @@ def test_killed_at_any_call_while_the_file_is_made(tmp_path: Path, part: str | N
     assert calls > 10
     assert made == {("interrupted", 0), ("finished", 0), ("finished", 1)}
     assert [one.suffix for one in path.parent.iterdir()] == [".h5"]
+
+
+def test_the_longest_names_of_files(tmp_path: Path) -> None:
+    """What is beside a file whose name has no room for an ending has a shorter name, and opens by the long one."""
+    path = tmp_path / ("ü" * 120 + "x" * 12 + ".h5")
+    store = five_numbers(path)
+    with closing(open_store(path)) as reader:
+        assert reader.read("a", 0, 5).tolist() == [0, 1, 2, 3, 4]
+    store.close()
+    assert [one.name for one in tmp_path.iterdir()] == [path.name]
+    with closing(open_store(path)) as reader:
+        assert reader.read("a", 0, 5).tolist() == [0, 1, 2, 3, 4]

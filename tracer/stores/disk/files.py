@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import re
 import shutil
@@ -164,13 +165,19 @@ def sync(path: Path | str) -> None:
         os.close(file)
 
 
+def shortened(name: str) -> str:
+    """A name that leaves room for an ending: a file system allows 255 bytes. Names of up to 230 bytes stay."""
+    raw = os.fsencode(name)
+    return name if len(raw) <= 230 else f"{os.fsdecode(raw[:200])}~{hashlib.sha256(raw).hexdigest()[:8]}"
+
+
 def create_beside(path: Path, ending: str) -> Path:
     """Make an empty hidden file beside `path`, named at random, and return its path.
 
     It is never a file or a link that somebody else put there: the name of such a thing is taken, and another is tried.
     """
     while True:
-        made = path.with_name(f".{path.name}.{os.urandom(4).hex()}{ending}")
+        made = path.with_name(f".{shortened(path.name)}.{os.urandom(4).hex()}{ending}")
         with suppress(FileExistsError):
             os.close(os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666))
             return made
@@ -194,14 +201,14 @@ def remove_folder(folder: Path, beside: Path) -> None:
 
     So a kill meanwhile leaves no half of a trace, but a hidden folder, which `remove_leftovers` removes.
     """
-    hidden = beside.with_name(f".{beside.name}.{os.urandom(4).hex()}.removed")
+    hidden = beside.with_name(f".{shortened(beside.name)}.{os.urandom(4).hex()}.removed")
     os.rename(folder, hidden)
     shutil.rmtree(hidden)
 
 
 def remove_leftovers(path: Path) -> None:
     """Remove the hidden folders that killed calls of `remove_folder` left beside `path`, as far as possible."""
-    hidden = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}\.removed")
+    hidden = re.compile(rf"\.{re.escape(shortened(path.name))}\.[0-9a-f]{{8}}\.removed")
     with suppress(OSError):
         for name in filter(hidden.fullmatch, os.listdir(path.parent)):
             shutil.rmtree(path.with_name(name), ignore_errors=True)

@@ -22,7 +22,7 @@ from tracer.errors import (
     TraceUnreadableError,
 )
 from tracer.format.names import PART
-from tracer.stores.disk.files import LocalFile, again, is_file, is_folder, is_there, listed
+from tracer.stores.disk.files import LocalFile, again, is_file, is_folder, is_there, listed, shortened
 from tracer.stores.errors import OF_HDF5, reason, write_errors
 from tracer.stores.hdf5.reading import Hdf5ReadStore
 from tracer.stores.hdf5.writing import Hdf5WriteStore
@@ -222,7 +222,7 @@ def _open_file(path: Path, *, damaged: bool) -> Hdf5ReadStore:
 def folder_of(path: Path) -> Path:
     """The Zarr trace in which the trace at `path` is recorded: ``run.h5.zarr`` for ``run.h5``."""
     path = _itself(path)
-    return path.with_name(f"{path.name}.zarr")
+    return path.with_name(f"{shortened(path.name)}.zarr")
 
 
 def file_of(path: Path, part: str) -> Path:
@@ -257,7 +257,7 @@ def files(path: Path) -> list[Path]:
 
 def _remove_leftovers(file: Path) -> None:
     """Remove the temporary files of earlier writers that were killed while they made this file."""
-    temporary = re.compile(rf"\.{re.escape(file.name)}(\.[0-9a-f]{{8}})?\.(part|copy)")
+    temporary = re.compile(rf"\.{re.escape(shortened(file.name))}(\.[0-9a-f]{{8}})?\.(part|copy)")
     for name in filter(temporary.fullmatch, os.listdir(file.parent)):
         with contextlib.suppress(OSError):
             file.with_name(name).unlink()
