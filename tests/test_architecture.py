@@ -68,7 +68,7 @@ LINES = {
     "tracer/observing": 9222,
     "tracer/recording": 5365,
     "tracer/replaying": 645,
-    "tracer/stores": 3416,
+    "tracer/stores": 3417,
     "tracer/trace": 3607,
     "tracer/upkeep": 1668,
     "tracereel": 3186,

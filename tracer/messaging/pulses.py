@@ -44,11 +44,11 @@ def sampling_of(rows: Sequence[PulseRow], numbers: Sequence[str]) -> dict[str, A
 
     Examples
     --------
-    >>> told = sampling_of([Row("weights_hash", "0", "", 0, {"reduce": "hash"})], [])
+    >>> told = sampling_of([PulseRow("weights_hash", "0", "", 0, {"reduce": "hash"})], [])
     >>> told
     {'rows': [['weights_hash', '0', '', 0, 0]], 'samplings': [{'reduce': 'hash'}], 'numbers': []}
     >>> rows_of(told)
-    (Row(kind='weights_hash', module='0', leaf='', call=0, sampling={'reduce': 'hash'}),)
+    (PulseRow(kind='weights_hash', module='0', leaf='', call=0, sampling={'reduce': 'hash'}),)
     """
     samplings: list[Mapping[str, Any] | None] = []
     told = []

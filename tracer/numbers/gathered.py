@@ -34,7 +34,7 @@ class GatheredTensors:
 
     Examples
     --------
-    >>> gathered = Gathered()
+    >>> gathered = GatheredTensors()
     >>> gathered.add(np.array([3.0, -4.0])), gathered.add(np.array([0.0]))
     (0, 1)
     >>> gathered.statistics()[:, :5].tolist()

@@ -323,7 +323,7 @@ class SketchReduction:
     Examples
     --------
     >>> x_nd = torch.ones(5, 300)
-    >>> tuple(Sketch(16).of(x_nd, 1).shape), Sketch(16).of(x_nd[:, :15], 1).shape[1]
+    >>> tuple(SketchReduction(16).of(x_nd, 1).shape), SketchReduction(16).of(x_nd[:, :15], 1).shape[1]
     ((5, 16), 15)
     """
 

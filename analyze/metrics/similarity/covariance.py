@@ -64,7 +64,7 @@ class SecondMoments(Record):
     Examples
     --------
     >>> import numpy as np
-    >>> moments, x_nd = Moments(), np.random.default_rng(0).standard_normal((100, 3)) + 7
+    >>> moments, x_nd = SecondMoments(), np.random.default_rng(0).standard_normal((100, 3)) + 7
     >>> for start in range(0, 100, 30):
     ...     _ = moments.take(x_nd[start : start + 30].T)
     >>> moments.n, bool(np.allclose(moments.scatter(), np.tril(99 * np.cov(x_nd.T)), rtol=1e-12))

@@ -358,7 +358,8 @@ def test_a_process_that_is_killed_is_replaced(
         assert re.fullmatch("the worker (was killed by SIGKILL|ended with exit code 255)", found)
     found, second = done(made, tasks.pop(), tmp_path)
     assert isinstance(found, Receipt)
-    assert second != first
+    # a worker that has not seen yet that its fork server is gone may have computed both
+    assert second != first or (whom != "the worker" and not is_waited_for)
     wait_for_end_of(first)
 
 

@@ -15,6 +15,7 @@ import h5py
 from numpy.typing import NDArray
 
 from tracer.errors import (
+    TraceCorruptError,
     TraceError,
     TraceExistsError,
     TraceFormatError,
@@ -134,6 +135,10 @@ class FollowedStore(ReadStore):
 
 
 SIGNATURE = b"\x89HDF\r\n\x1a\n"
+ROOT = b"OHDR"
+"""What follows the superblock in the files that are written here: the header of the root group."""
+HEAD_BYTES = 48 + len(ROOT)
+"""Bytes of the superblock, and of `ROOT` behind it."""
 
 
 def create(path: Path, *, part: str | None = None, overwrite: bool = False, durable: bool = False) -> Hdf5WriteStore:
@@ -204,14 +209,17 @@ def _open_file(path: Path, *, damaged: bool) -> Hdf5ReadStore:
     try:
         try:
             file.hold()
-            head = bytearray(len(SIGNATURE))
+            head = bytearray(HEAD_BYTES)
             file.readinto(memoryview(head), 0)
         except TraceError:
             raise
         except OSError as error:
             raise TraceUnreadableError(f"cannot read {file.path}: {reason(error)}") from error
         # stricter than HDF5, which accepts a signature at a later offset, too
-        if head != SIGNATURE:
+        if not head.startswith(SIGNATURE):
+            if head.endswith(ROOT):
+                why = "begins as a trace does, but its first bytes are not those of an HDF5 file"
+                raise TraceCorruptError(f"{file.path} {why}")
             raise TraceFormatError(f"{file.path} is not an HDF5 file")
         return Hdf5ReadStore(file, damaged=damaged)
     except BaseException:
