@@ -322,7 +322,7 @@ def test_a_store_that_fails(
             lambda *a, n=fails, **o: FailingStore(create_store(*a, **o), n, late, lasting),
         )
         path = tmp_path / f"{fails}{suffix}"
-        safe, error = write(path, 13)
+        safe, error = write(path, 16)
         if error is None:
             break
         assert str(error) == "cannot write: No space left on device"
@@ -338,7 +338,7 @@ def test_a_store_that_fails(
         # a part that no commit refers to is not left behind
         assert not list(tmp_path.glob(".*"))
     assert error is None
-    assert fails > 30
+    assert fails > 40
     assert statuses <= {"recording", "finished", "failed: cannot write: No space left on device"}
     assert len(statuses) > 1
 
@@ -398,7 +398,7 @@ def test_every_system_call_of_zarr(tmp_path: Path, half: bool, monkeypatch: pyte
     for fails in range(0, 2000, 3):
         calls = 0
         path = tmp_path / f"{fails}.zarr"
-        safe, error = write(path, 13)
+        safe, error = write(path, 16)
         if error is None:
             break
         assert "No space left on device" in str(error)
