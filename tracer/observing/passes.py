@@ -140,8 +140,7 @@ class Passes(ExporterPart):
             running.tag = DEFAULT_TAG
         elif self._may_be_training(module):
             undecided = self.undecided.begin(module, outside=running.depth == 0)
-            # a part that is called outside a model may be in another mode, such as a part of two models
-            undecided.in_eval_mode |= not (called or module).training
+            undecided.in_eval_mode |= self._is_in_eval_mode(module, called)
             running.tag = undecided.tag
         else:
             running.tag = EVAL_TAG
@@ -159,12 +158,22 @@ class Passes(ExporterPart):
                 self.gate.guard("state", self.state.forward_begins)
             self.forwards.training += running.depth
             self.optimizers.note_forward(called or module)
-            if not (called or module).training:
+            if self._is_in_eval_mode(module, called):
                 self.clock.kept.in_eval_mode = True
         elif undecided is not None:
             self._enter_undecided(running, undecided)
         else:
             self._enter_aside(running, path)
+
+    def _is_in_eval_mode(self, module: nn.Module, called: nn.Module | None) -> bool:
+        """Whether a pass trains a model in eval mode.
+
+        A part that is called outside the model has a mode of its own, such as a part of two models. Only the mode of a
+        part that is trained counts: not that of a target network or a frozen encoder, which stay in eval mode.
+        """
+        if called is None:
+            return not module.training
+        return not called.training and self.optimizers.train(called)
 
     def _is_in_train_mode(self, module: nn.Module) -> bool:
         """Whether a module of an evaluation behaves as in a training, if somebody wants to know."""

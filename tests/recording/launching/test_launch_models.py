@@ -360,3 +360,29 @@ def test_an_activation_that_models_share(tmp_path: Path) -> None:
     with tracer.open(tmp_path / "run.zarr") as trace:
         assert "eval() mode" not in str(trace.notes)
     assert not [finding for finding in check(tmp_path / "run.zarr").findings if finding.rule == "evaluation_mode"]
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+def test_a_target_network_in_eval_mode(tmp_path: Path, forgets: bool) -> None:
+    """The mode of a part that no optimizer trains is not that of the training, though its output has a graph."""
+    body = f"""
+    class Agent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.critic = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+            self.target = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1)).eval()
+            self.flat = nn.Flatten().eval()
+
+    agent = Agent()
+    optimizer = torch.optim.SGD(agent.critic.parameters(), lr=0.1)
+    agent.critic.train({not forgets})
+    for step in range(4):
+        optimizer.zero_grad()
+        aim = agent.target(agent.flat(torch.randn(8, 4))).detach()
+        (agent.critic(torch.randn(8, 4)) - aim).square().mean().backward()
+        optimizer.step()
+    """
+    done = record(tmp_path, "--profile", "standard", str(script(tmp_path, body)))
+    assert done.returncode == 0, done.stderr
+    found = [finding for finding in check(tmp_path / "run.zarr").findings if finding.rule == "evaluation_mode"]
+    assert [finding.evidence.startswith("step 0 was trained") for finding in found] == [True] * forgets

@@ -73,7 +73,7 @@ class Optimizers:
         self._stepped: set[int] = set()  # places of optimizers that have stepped
         self._times: dict[int, int] = {}  # by place: the number of steps in the training's open step
         self._shared: dict[tuple[int, int], bool] = {}  # by ids: whether two optimizers share parameters
-        self._trains: dict[tuple[int, int], bool] = {}  # by id and number of parameters: whether it trains a top
+        self._trains: dict[tuple[int, int], bool] = {}  # by id and number of parameters: trains, or is trained
         self._late: set[int] = set()  # places of optimizers that have stepped after the supposedly last one
 
     def __bool__(self) -> bool:
@@ -114,6 +114,18 @@ class Optimizers:
             own = set(map(id, walking.trained(optimizer)))
             tops = self._models.called or self._models.tops
             known = self._trains[key] = any(id(one) in own for _, top in tops for one in walking.parameters(top))
+        return known
+
+    def train(self, module: nn.Module) -> bool:
+        """Whether an optimizer has a parameter of a module; without optimizers, whether it asks for gradients."""
+        trained = [parameter for optimizer in self.all for parameter in walking.trained(optimizer)]
+        key = id(module), len(trained)
+        known = self._trains.get(key)
+        if known is None:
+            own = set(map(id, trained))
+            parameters = walking.parameters(module)
+            known = any(id(parameter) in own if self.all else parameter.requires_grad for parameter in parameters)
+            self._trains[key] = known
         return known
 
     def forget_what_they_train(self) -> None:
