@@ -394,7 +394,7 @@ def test_an_output_that_is_not_looked_into_is_told() -> None:
         model(batches(1)[0]).value.square().sum().backward()
         optimizer.step()
 
-    with pytest.warns(RuntimeWarning, match="the output is a Opaque, which is not looked into"):
+    with pytest.warns(RuntimeWarning, match="no object of the class Opaque is looked into"):
         _, _, heard = unchanged(Hiding, train, modules="*", strict=False)
     output = F.linear(batches(1)[0], only(heard, "weights", "layer"), only(heard, "biases", "layer"))
     assert same(only(heard, "activations", "layer"), output)

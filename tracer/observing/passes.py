@@ -48,7 +48,7 @@ from tracer.observing.pytorch.hooks import (
     on_gradient,
 )
 from tracer.observing.pytorch.structure import unwrap
-from tracer.observing.pytorch.tensors import arguments_of, leaves, opaque
+from tracer.observing.pytorch.tensors import arguments_of, leaves
 from tracer.observing.steps import Steps
 
 
@@ -460,9 +460,8 @@ class Calls(ExporterPart):
                 for leaf, tensor in observed:
                     stream = StreamKey("activations", path, tag, leaf)
                     self.publisher.deliver(captures, stream, tensor, call, now, owned=False)
-                if not observed and opaque(output):
-                    why = f"the output is a {type(output).__name__}, which is not looked into"
-                    self.problems.note(f"activations of {path!r}", why)
+                if not observed:
+                    self.publisher.note_opaque(f"activations of {path!r}", output)
             except Exception as error:  # noqa: BLE001 - the output's gradients are another stream
                 self.demand.give_up("activations", path, error)
         self._watch_output(path, observed, call, tag, now)

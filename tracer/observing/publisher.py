@@ -22,7 +22,16 @@ from tracer.observing.datapoints import TOLD, Datapoints, asks
 from tracer.observing.demand import EVERYTHING, HELD, Captures, Demand, is_beside_statistics, stream_name
 from tracer.observing.device.reading import Noted
 from tracer.observing.pulses import PulseRows, Pulses, RowKind
-from tracer.observing.pytorch.tensors import copied, leaves, ordinary, same_storage, space_for, unobservable, unscaled
+from tracer.observing.pytorch.tensors import (
+    copied,
+    leaves,
+    opaque,
+    ordinary,
+    same_storage,
+    space_for,
+    unobservable,
+    unscaled,
+)
 
 LARGE = 1 << 20
 """Tensors of at least this many bytes are copied only when the receivers have room."""
@@ -181,12 +190,20 @@ class Publisher:
             counted = tag != DEFAULT_TAG and type(tag) is not UndecidedTag
             if not counted or not self.demand.stream(kind, path, tag).asked:
                 return
-        for leaf, tensor in leaves(value):
+        found = leaves(value)
+        if not found:
+            self.note_opaque(kind, value)
+        for leaf, tensor in found:
             stream = StreamKey(kind, path, tag, leaf)
             if captures:
                 self.deliver(captures, stream, tensor, call, at, owned=False)
             else:
                 self.numbers.message(stream, call)
+
+    def note_opaque(self, what: str, value: Any) -> None:
+        """Note that no tensor of a structure is seen, if it may hold some."""
+        if name := opaque(value):
+            self.problems.note(what, f"no object of the class {name} is looked into, so its tensors are not recorded")
 
     def deliver(
         self,

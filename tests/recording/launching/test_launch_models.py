@@ -386,3 +386,42 @@ def test_a_target_network_in_eval_mode(tmp_path: Path, forgets: bool) -> None:
     assert done.returncode == 0, done.stderr
     found = [finding for finding in check(tmp_path / "run.zarr").findings if finding.rule == "evaluation_mode"]
     assert [finding.evidence.startswith("step 0 was trained") for finding in found] == [True] * forgets
+
+
+@pytest.mark.parametrize("fields", ["to_dict", "hidden"])
+def test_a_model_of_graph_batches(tmp_path: Path, fields: str) -> None:
+    """A batch that gives its fields, as PyTorch Geometric's, is looked into: steps run again. Of others it is told."""
+    body = f"""
+    class Data:
+        def __init__(self, **fields): self.stored = fields
+        def to(self, device): return self
+        def {fields}(self): return dict(self.stored)
+        def __getattr__(self, name): return self.__dict__["stored"][name]
+
+    class Network(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+        def forward(self, data):
+            return torch.zeros(12, 3).index_add(0, data.edges[1], self.layer(data.x)[data.edges[0]])
+
+    data = Data(x=torch.randn(12, 4), edges=torch.randint(0, 12, (2, 30)), nodes=12)
+    model = Network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(6):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(data), torch.arange(12) % 3).backward()
+        optimizer.step()
+    """
+    path = script(tmp_path, body)
+    assert record(tmp_path, "--profile", "standard", str(path)).returncode == 0
+    done = run(tmp_path, "-m", "tracereel", "reenact", "run.zarr", "--steps", "2:4", "--out", "again.zarr", path.name)
+    with tracer.open(tmp_path / "run.zarr") as trace:
+        seen = {message.leaf for message in trace.messages("input_data")}
+    assert seen == (set() if fields == "hidden" else {"0.x", "0.edges"})
+    if fields == "hidden":
+        assert done.returncode == 2
+        assert "no object of the class Data is looked into" in done.stderr
+    else:
+        assert done.returncode == 0, done.stderr
+        assert "identical" in done.stdout + done.stderr

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import is_lazy
 
@@ -71,6 +71,8 @@ def collect(value: Any, path: str, found: list[tuple[str, Tensor]]) -> None:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             collect(getattr(value, field.name), f"{path}.{field.name}" if path else field.name, found)
+    elif hasattr(type(value), "to") and hasattr(type(value), "to_dict") and not isinstance(value, nn.Module):
+        collect(value.to_dict(), path, found)
 
 
 def _literal(key: object, number: int) -> str:
@@ -114,7 +116,8 @@ def leaves(value: Any) -> list[tuple[str, Tensor]]:
     """The tensors in a structure, each with its path; a tensor that is no structure has the empty path.
 
     A path does not depend on the structure's other contents. Tuples, named tuples, lists, mappings and dataclasses
-    (which ``torch.utils._pytree`` does not flatten) are searched, also nested; everything else is ignored.
+    (which ``torch.utils._pytree`` does not flatten) are searched, also nested, and batches that can be moved with
+    ``to`` and give their fields with ``to_dict``, such as PyTorch Geometric's. Everything else is ignored.
 
     Examples
     --------
@@ -150,11 +153,14 @@ def unobservable(tensor: Tensor) -> str | None:
     return None
 
 
-def opaque(output: Any) -> bool:
-    """Whether a module's output may hold tensors that `leaves` does not find."""
-    return not isinstance(output, type(None) | bool | int | float | str | Mapping | tuple | list) and not (
-        dataclasses.is_dataclass(output)
-    )
+def opaque(value: Any) -> str | None:
+    """The class of an object that may hold tensors that `leaves` does not find, if a structure is one or holds one."""
+    if isinstance(value, type(None) | bool | int | float | str | Tensor) or dataclasses.is_dataclass(value):
+        return None
+    if isinstance(value, tuple | list | Mapping):
+        parts = value.values() if isinstance(value, Mapping) else value
+        return next((name for name in map(opaque, parts) if name), None)
+    return type(value).__name__
 
 
 def ordinary(tensor: Tensor) -> bool:
