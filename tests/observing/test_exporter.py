@@ -19,46 +19,21 @@ from tracer.messaging.messages import DATA_KINDS
 
 def expected_sequence() -> list[tuple[Any, ...]]:
     """Two epochs of two batches through Linear-ReLU-Linear, from section A of the contract, written out by hand."""
+    of_parameters = ("weights", "weight_gradients", "weight_updates", "biases", "bias_gradients", "bias_updates")
+    of_step = [
+        *((kind, None) for kind in ("batch_started", "input_data")),
+        *((kind, module) for module in "012" for kind in ("layer_inputs", "activations")),
+        *((kind, None) for kind in ("network_output", "input_labels", "loss_terms", "loss")),
+        *((kind, module) for module in "21" for kind in ("layer_gradients", "input_gradients")),
+        ("layer_gradients", "0"),
+        *((kind, module) for module in "02" for kind in of_parameters),
+        *((kind, None) for kind in ("gradient_norms", "batch_finished")),
+    ]
     sequence: list[tuple[Any, ...]] = []
-    for global_step, train_step, epoch in ((0, 0, 0), (1, 1, 0), (2, 0, 1), (3, 1, 1)):
-        at = global_step, train_step, epoch
-        if train_step == 0:
-            sequence.append(("epoch_started", None, *at))
-        sequence += [
-            ("batch_started", None, *at),
-            ("input_data", None, *at),
-            ("layer_inputs", "0", *at),
-            ("activations", "0", *at),
-            ("layer_inputs", "1", *at),
-            ("activations", "1", *at),
-            ("layer_inputs", "2", *at),
-            ("activations", "2", *at),
-            ("network_output", None, *at),
-            ("input_labels", None, *at),
-            ("loss_terms", None, *at),
-            ("loss", None, *at),
-            ("layer_gradients", "2", *at),
-            ("input_gradients", "2", *at),
-            ("layer_gradients", "1", *at),
-            ("input_gradients", "1", *at),
-            ("layer_gradients", "0", *at),
-            ("weights", "0", *at),
-            ("weight_gradients", "0", *at),
-            ("weight_updates", "0", *at),
-            ("biases", "0", *at),
-            ("bias_gradients", "0", *at),
-            ("bias_updates", "0", *at),
-            ("weights", "2", *at),
-            ("weight_gradients", "2", *at),
-            ("weight_updates", "2", *at),
-            ("biases", "2", *at),
-            ("bias_gradients", "2", *at),
-            ("bias_updates", "2", *at),
-            ("gradient_norms", None, *at),
-            ("batch_finished", None, *at),
-        ]
-        if train_step == 1:
-            sequence.append(("epoch_finished", None, *at))
+    for at in ((0, 0, 0), (1, 1, 0), (2, 0, 1), (3, 1, 1)):
+        sequence += [("epoch_started", None, *at)] * (at[1] == 0)
+        sequence += [(*one, *at) for one in of_step]
+        sequence += [("epoch_finished", None, *at)] * (at[1] == 1)
     return sequence
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 import pickle
 import re
@@ -27,18 +28,22 @@ from tracer.observing.pytorch.tensors import copied
 # -- losses ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("keywords", [False, True])
 @pytest.mark.parametrize("form", ["function", "name", "module"])
-def test_a_loss_gives_output_labels_and_value(form: str) -> None:
-    """A loss as a function of torch, its name, or a module publishes what it was given and what it gave."""
-    model = mlp()
+def test_a_loss_gives_output_labels_and_value(form: str, keywords: bool) -> None:
+    """A loss as a function of torch, its name, or a module publishes what it was given and what it gave.
+
+    Output and labels are told apart by the names of the parameters, not by their order in the call.
+    """
+    model, module = mlp(), nn.CrossEntropyLoss()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    module = nn.CrossEntropyLoss()
     exporter, heard = watch(
         model, optimizer, {"function": F.cross_entropy, "name": "cross_entropy", "module": module}[form]
     )
+    loss = module if form == "module" else functools.partial(F.cross_entropy, label_smoothing=0.1)
     x, y = torch.randn(5, 3), torch.tensor([0, 1, 1, 0, 1])
     output = model(x)
-    value = module(output, y) if form == "module" else F.cross_entropy(input=output, target=y, label_smoothing=0.1)
+    value = loss(target=y, input=output) if keywords else loss(output, y)
     value.backward()
     optimizer.step()
     exporter.detach()
@@ -158,26 +163,6 @@ def test_a_loss_that_is_never_called_is_told(tmp_path: Path) -> None:
     assert any(note.get("problem", {}).get("what") == "loss" for note in tracer.open(tmp_path / "run.zarr").notes)
 
 
-@pytest.mark.parametrize("form", ["function", "module"])
-def test_a_loss_called_by_keywords_in_any_order(form: str) -> None:
-    """Output and labels are told apart by the names of the parameters, not by their order in the call."""
-    model, criterion = nn.Linear(3, 2), nn.CrossEntropyLoss()
-    exporter, heard = attached(
-        Exporter(strict=True),
-        Collect("network_output", "input_labels"),
-        model,
-        loss=F.cross_entropy if form == "function" else criterion,
-    )
-    y = torch.tensor([0, 1, 1, 0])
-    loss = F.cross_entropy if form == "function" else criterion
-    loss(target=y, input=model(torch.ones(4, 3))).backward()
-    exporter.detach()
-    assert [(one.kind, one.data.dtype, tuple(one.data.shape)) for one in heard] == [
-        ("network_output", torch.float32, (4, 2)),
-        ("input_labels", torch.int64, (4,)),
-    ]
-
-
 def test_a_loss_that_another_exporter_watches() -> None:
     """Torch's own function, and what stands in for it meanwhile, are the loss of each."""
     original = F.cross_entropy
@@ -256,13 +241,19 @@ def test_epochs_that_nobody_ends_are_noted(told: bool, tmp_path: Path) -> None:
         assert ["run.epoch_finished()" in str(note) for note in trace.notes] == ([] if told else [True])
 
 
-def test_what_cannot_be_logged() -> None:
-    """A value that is no number, and a kind of modules, are the caller's errors."""
+@pytest.mark.parametrize(
+    ("kind", "value", "why"),
+    [
+        ("thing", object(), "number or an array"),
+        ("weights", 1.0, "module topic"),
+        *((kind, 1.0, "non-empty string") for kind in ("", None, 3)),
+    ],
+)
+def test_what_cannot_be_logged(kind: Any, value: Any, why: str) -> None:
+    """A value that is no number, a kind of modules, and what is no name: the trace of the run could not be opened."""
     exporter, _ = watch(mlp())
-    with pytest.raises(MessageError, match="number or an array"):
-        exporter.log("thing", object())
-    with pytest.raises(MessageError, match="module topic"):
-        exporter.log("weights", 1.0)
+    with pytest.raises(MessageError, match=why):
+        exporter.log(kind, value)
     exporter.detach()
 
 
@@ -280,16 +271,6 @@ def test_logged_kinds_can_be_asked_for_live(tmp_path: Path) -> None:
     ) as run:
         run.log("lr", 0.25)
     assert [float(one.data) for one in heard] == [0.25]
-
-
-@pytest.mark.parametrize("kind", ["", None, 3])
-def test_a_kind_that_is_no_name_is_refused(kind: Any) -> None:
-    """Where it is logged; the trace of the run could not be opened."""
-    exporter = Exporter()
-    exporter.set_model(mlp())
-    with pytest.raises(MessageError, match="non-empty string"):
-        exporter.log(kind, 1.0)
-    exporter.detach()
 
 
 # -- what an exporter tells of unusual models and tensors: sparse, narrow, lazy, without values, or ----------
