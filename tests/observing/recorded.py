@@ -113,12 +113,3 @@ def said(message: Message) -> tuple[Any, ...]:
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 4) -> None:
     """A training loop."""
     descend(optimizer, lambda _: model(torch.randn(5, 3)).square().sum(), range(steps))
-
-
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
-    "momentum-and-decay": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1, nesterov=True),
-    "adam": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.1),
-    "adamw-foreach": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True),
-    "adam-fused": lambda p: torch.optim.Adam(p, lr=0.01, fused=True),
-}

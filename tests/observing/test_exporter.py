@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import tracer
-from tests.observing.recorded import OPTIMIZERS, data_of, descend, find, mlp, said, train, watch
+from tests.observing.recorded import data_of, descend, find, mlp, said, train, watch
 from tracer import Capture, CaptureError, Collect, Exporter
 from tracer.messaging.messages import DATA_KINDS
 
@@ -290,11 +291,18 @@ def test_hooks_on_parameters_and_inputs_do_not_pile_up() -> None:
         assert not tensor._backward_hooks
 
 
-@pytest.mark.parametrize("optimizer", ["momentum-and-decay", "adam"])
-def test_freezing_freezes(optimizer: str) -> None:
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1, nesterov=True),
+        lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.1),
+    ],
+    ids=["SGD", "Adam"],
+)
+def test_freezing_freezes(optimizer: Callable[..., torch.optim.Optimizer]) -> None:
     """From `freeze_module` on the weights stand still, although momentum and weight decay would move them."""
     model = mlp()
-    chosen = OPTIMIZERS[optimizer](model.parameters())
+    chosen = optimizer(model.parameters())
     exporter, heard = watch(model, chosen)
     train(model, chosen, 2)
     assert exporter.freeze_module("0") == ["weight", "bias"]
