@@ -181,13 +181,16 @@ def test_exceptions_in_hooks_reach_nobody() -> None:
         return True
 
     lost = {("activations", "0"), ("weight_gradients", "0"), ("layer_inputs", "2"), ("layer_gradients", "2")}
-    lost |= {("input_data", None), ("weights", "2"), ("weight_updates", "2")}
+    lost |= {("input_data", None), ("weights", "2"), ("weight_updates", "2"), ("loss", None)}
     with pytest.warns(RuntimeWarning, match="a hook of ours"):
         _, exporter, heard = situation(
-            mlp, simple, strict=False, condition=condition, but=lambda place: place[:2] in lost
-        )
+            mlp, simple, strict=False, condition=condition, loss=F.mse_loss,
+            but=lambda place: place[:2] in lost or place[0] == "network_output",  # which the loss would get
+        )  # fmt: skip
     assert not [one for one in heard if (one.kind, one.key) in lost]
-    assert "OSError: a hook of ours" in problems(exporter)
+    of_modules = {f"{kind} of {module!r}" for kind, module in lost if module is not None}
+    failed = {f"{what}: OSError: a hook of ours" for what in (*of_modules, "before root", "loss")}
+    assert set(problems(exporter).splitlines()) == failed
     assert [one.global_step for one in heard.of("batch_finished")] == [0, 1]
 
 
