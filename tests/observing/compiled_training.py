@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.endings import alike, ended, optimizers_of
-from tracer import Capture, Collect, Exporter, Message
+from tests.observing import recorded
+from tracer import Collect, Exporter, Message
 
 FORWARD = ("input_data", "layer_inputs", "activations", "network_output")
 KINDS = (*FORWARD, "layer_gradients", "weights", "weight_gradients", "weight_updates")
@@ -109,11 +111,7 @@ class Attention(nn.Module):
 
 def watch(model: nn.Module, optimizer: Any = None, *, strict: bool = True, **settings: Any) -> tuple[Exporter, Collect]:
     """An exporter with a capture of these settings, and what is heard of it."""
-    exporter, heard = Exporter(capture=Capture(**{"kinds": KINDS, **settings}), strict=strict), Collect("*")
-    exporter.message_bus.register(heard)
-    exporter.set_model(model)
-    exporter.set_optimizer(optimizer)
-    return exporter, heard
+    return recorded.watch(model, optimizer, strict=strict, **{"kinds": KINDS, **settings})
 
 
 @dataclasses.dataclass
@@ -167,11 +165,40 @@ def train(
 
     With `calls` the loop has calls of the recorder's in it: it gets the exporter, or None.
     """
+    if not record:
+        return alone(make, backend, steps, optimizer, loop, calls, torch.get_default_dtype())
+    return trained(make, backend, steps, optimizer, loop, calls, settings)
+
+
+@functools.cache
+def alone(
+    make: Callable[[], nn.Module],
+    backend: str | None,
+    steps: int,
+    optimizer: Any,
+    loop: Any,
+    calls: bool,
+    _: torch.dtype,
+) -> Trained:
+    """A training that nobody records; several recorded ones may be compared with it."""
+    return trained(make, backend, steps, optimizer, loop, calls, None)
+
+
+def trained(
+    make: Callable[[], nn.Module],
+    backend: str | None,
+    steps: int,
+    optimizer: Callable[[nn.Module], Any],
+    loop: Callable[..., Any],
+    calls: bool,
+    settings: dict[str, Any] | None,
+) -> Trained:
+    """A training from one seed, recorded with these settings, or by nobody."""
     forget()
     torch.manual_seed(3)
     model = make()
     chosen = optimizer(model)
-    exporter, heard = watch(model, optimizers_of(chosen), **settings) if record else (None, Collect("*"))
+    exporter, heard = (None, Collect("*")) if settings is None else watch(model, optimizers_of(chosen), **settings)
     run = model if backend is None else torch.compile(model, backend=backend, fullgraph=True)
     returned = loop(run, chosen, steps, *([exporter] if calls else []))
     if exporter is not None:
@@ -193,10 +220,10 @@ def assert_same_end(one: Trained, other: Trained) -> None:
 
 def unchanged(make: Callable[[], nn.Module], backend: str | None, **settings: Any) -> Trained:
     """Trained with a recorder; the same, compiled as well but without a recorder, ends the same."""
-    alone = train(make, backend, record=False, **settings)
-    recorded = train(make, backend, **settings)
-    assert_same_end(recorded, alone)
-    return recorded
+    unwatched = train(make, backend, record=False, **settings)
+    watched = train(make, backend, **settings)
+    assert_same_end(watched, unwatched)
+    return watched
 
 
 def assert_as_the_loop_had_it(recorded: Trained, last: str) -> None:

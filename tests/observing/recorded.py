@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -29,29 +28,46 @@ def watch(
 ) -> tuple[Exporter, Collect]:
     """An exporter of all kinds (or of a capture with these settings) and what is heard of it."""
     settings = {"kinds": DATA_KINDS, **settings}
-    exporter, heard = Exporter(message_bus=bus, capture=Capture(**settings), strict=strict), Collect("*")
+    exporter = Exporter(message_bus=bus, capture=Capture(**settings), strict=strict)
+    found: tuple[Exporter, Collect] = attached(exporter, Collect("*"), model, optimizer, loss)
+    return found
+
+
+_UNSET: Any = object()
+
+
+def attached(exporter: Exporter, heard: Collect, model: nn.Module, optimizer: Any = _UNSET, loss: Any = None) -> Any:
+    """An exporter and what is heard of it, with its model; with its optimizer and loss where they are given."""
     exporter.message_bus.register(heard)
     exporter.set_model(model)
-    exporter.set_optimizer(optimizer)
+    if optimizer is not _UNSET:
+        exporter.set_optimizer(optimizer)
     if loss is not None:
         exporter.set_loss(loss)
     return exporter, heard
 
 
+def descend(optimizer: Any, loss: Callable[[Any], Any], data: Iterable[Any]) -> None:
+    """A step of a training for each of the data."""
+    for one in data:
+        optimizer.zero_grad()
+        loss(one).backward()
+        optimizer.step()
+
+
 def observe(model: nn.Module, capture: Any, x: Any = None, steps: int = 3, optimizer: Any = None) -> Collect:
     """What a training under this capture publishes."""
-    exporter, heard = Exporter(capture=capture, strict=True), Collect("*")
-    exporter.message_bus.register(heard)
-    exporter.set_model(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if optimizer is None else optimizer
-    exporter.set_optimizer(optimizer)
-    for _ in range(steps):
-        optimizer.zero_grad()
+    exporter, heard = attached(Exporter(capture=capture, strict=True), Collect("*"), model, optimizer)
+
+    def loss(_: Any) -> Tensor:
         output = model(torch.randn(5, 3) if x is None else x)
-        (output[0] if isinstance(output, tuple) else output).square().sum().backward()
-        optimizer.step()
+        return (output[0] if isinstance(output, tuple) else output).square().sum()
+
+    descend(optimizer, loss, range(steps))
     exporter.detach()
-    return heard
+    found: Collect = heard
+    return found
 
 
 def find(heard: Collect, kind: str, module: str | None = None, **fields: Any) -> list[Message]:
@@ -94,61 +110,6 @@ def said(message: Message) -> tuple[Any, ...]:
     return message.kind, message.key, message.global_step, message.train_step, message.epoch
 
 
-@dataclasses.dataclass
-class Truth:
-    """What a loop noted by itself, step by step, of every parameter."""
-
-    before: list[dict[str, Tensor]] = dataclasses.field(default_factory=list)
-    used: list[dict[str, Tensor | None]] = dataclasses.field(default_factory=list)
-    after: list[dict[str, Tensor]] = dataclasses.field(default_factory=list)
-
-
-def train(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    steps: int = 4,
-    change: Callable[[], None] = lambda: None,
-    inputs: Callable[[], Tensor] = lambda: torch.randn(5, 3),
-) -> Truth:
-    """A training loop that keeps copies of parameters and gradients; `change` comes before each optimizer step."""
-    truth = Truth()
-    for _ in range(steps):
-        optimizer.zero_grad()
-        truth.before.append({name: p.detach().clone() for name, p in model.named_parameters()})
-        model(inputs()).square().sum().backward()
-        change()
-        truth.used.append(
-            {name: None if p.grad is None else p.grad.detach().clone() for name, p in model.named_parameters()}
-        )
-        optimizer.step()
-        truth.after.append({name: p.detach().clone() for name, p in model.named_parameters()})
-    return truth
-
-
-def check_parameters(heard: Collect, truth: Truth) -> None:
-    """Weights, gradients and updates of every step and parameter are what the loop noted."""
-    count = 0
-    for name in truth.before[0]:
-        module, _, attribute = name.rpartition(".")
-        of = "bias" if attribute == "bias" else "weight"
-        for kind, expected in (
-            ("biases" if of == "bias" else "weights", truth.before),
-            (f"{of}_gradients", truth.used),
-            (f"{of}_updates", [{n: b[n] - a[n] for n in a} for a, b in zip(truth.before, truth.after, strict=True)]),
-        ):
-            wanted = [(step, values[name]) for step, values in enumerate(expected) if values[name] is not None]
-            messages = find(heard, kind, module)
-            assert [one.global_step for one in messages] == [step for step, _ in wanted], (kind, module)
-            for one, (_, value) in zip(messages, wanted, strict=True):
-                assert torch.equal(one.data, value), (kind, module, one.global_step)
-                count += 1
-    assert count
-
-
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
-    "momentum-and-decay": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1, nesterov=True),
-    "adam": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.1),
-    "adamw-foreach": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True),
-    "adam-fused": lambda p: torch.optim.Adam(p, lr=0.01, fused=True),
-}
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 4) -> None:
+    """A training loop."""
+    descend(optimizer, lambda _: model(torch.randn(5, 3)).square().sum(), range(steps))

@@ -132,7 +132,6 @@ def test_half_precision_is_rounded_where_it_is_recorded() -> None:
 
 
 @pytest.mark.skipif(NO_COMPILER is not None, reason=str(NO_COMPILER))
-@pytest.mark.usefixtures("double")  # as where the same graph is compiled above, whose machine code is kept
 def test_cuda_graphs_end_before_what_is_observed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inductor, asked where it would cut its CUDA graphs, names each of the operators; once, however often it traced.
 
@@ -150,7 +149,8 @@ def test_cuda_graphs_end_before_what_is_observed(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(Scheduler, "should_partition", asked)
     with torch._inductor.config.patch(fx_graph_cache=False, custom_should_partition_ops=["other::operator"]):
-        recorded = unchanged(Residual, "inductor", steps=1)
+        layers = lambda: nn.Sequential(collections.OrderedDict(first=nn.Linear(8, 4), last=nn.Linear(4, 4)))  # noqa: E731
+        recorded = unchanged(layers, "inductor", steps=1)
         listed = torch._inductor.config.custom_should_partition_ops
         assert listed[0] == "other::operator"
         assert len(listed) == len(set(listed))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import copy
-import functools
 import io
 import pickle
 import warnings
@@ -277,12 +276,6 @@ def test_an_attention_is_not_taken_for_a_compiled_model() -> None:
 # -- what must not break inside ``torch.compile``: failing operators, copies, exported models, ``vma----------
 
 
-@functools.cache
-def alone() -> Trained:
-    """A training that several recorded ones are compared with: ten steps by aot_eager that nobody watches."""
-    return train(Residual, "aot_eager", record=False)
-
-
 @pytest.mark.parametrize("kind", ["activations", pytest.param("layer_gradients", marks=pytest.mark.slow)])
 def test_what_fails_in_an_operator_stays_there(kind: str) -> None:
     """The stream is given up with a warning, and the training is the same; strict, the error reaches the loop."""
@@ -294,7 +287,7 @@ def test_what_fails_in_an_operator_stays_there(kind: str) -> None:
 
     with pytest.warns(RuntimeWarning, match="no luck"):
         recorded = train(Residual, "aot_eager", strict=False, condition=condition)
-    assert_same_end(recorded, alone())
+    assert_same_end(recorded, train(Residual, "aot_eager", record=False))
     assert {key[2] for key in recorded.data if key[0] == kind} == {0}
     assert {key[2] for key in recorded.data if key[0] == "weights"} == set(range(10))
     with pytest.raises(RuntimeError, match="no luck"):

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from tests.observing.recorded import descend
 from tests.recording.launching.recorded_programs import of, record, run, script
 from tracer import Collect, Exporter
 
@@ -131,10 +132,7 @@ def test_hooks_of_the_user_have_the_numbers_that_they_have_unwatched() -> None:
         before = RemovableHandle.next_id
         exporter = watched(model, optimizer if known else None)
         x = torch.ones(2, 4, requires_grad=True)
-        for _ in range(2):
-            optimizer.zero_grad()
-            model(x).square().sum().backward()
-            optimizer.step()
+        descend(optimizer, lambda x, model=model: model(x).square().sum(), [x, x])
         exporter.finish()
         exporter.detach()
         numbers.append(RemovableHandle.next_id - before)

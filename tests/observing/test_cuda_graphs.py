@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import tracer
 from tests.observing.cuda_training import DEVICE, batches, by_hand, make, of_modules, repeatable, state, train
+from tests.observing.recorded import attached
 from tracer import Capture, Collect
 from tracer.messaging.messages import DATA_KINDS
 from tracer.observing.pytorch import compiled
@@ -32,10 +33,7 @@ def test_a_graph_that_is_captured() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)).to(DEVICE)
     x = torch.randn(3, 4, device=DEVICE)
     expected = model(x).detach().clone()
-    exporter, heard = tracer.Exporter(capture=Capture(kinds=DATA_KINDS)), Collect("*")
-    exporter.message_bus.register(heard)
-    exporter.set_model(model)
-    exporter.set_optimizer(())
+    exporter, heard = attached(tracer.Exporter(capture=Capture(kinds=DATA_KINDS)), Collect("*"), model, ())
     warm = torch.cuda.Stream()
     warm.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(warm), torch.no_grad():

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import tracer
-from tests.observing.recorded import mlp
+from tests.observing.recorded import attached, mlp
 from tracer import Capture, Collect, Exporter, Message
 from tracer.messaging.messages import KINDS
 from tracer.observing.passes import Calls
@@ -202,9 +202,7 @@ def test_probes_and_logged_values_have_their_own_times() -> None:
             exporter.log("loss", 0.5)
 
     model = Shared()
-    exporter, heard = Exporter(capture=Capture(every=3, start=2, stop=6), strict=True), Collect("*")
-    exporter.message_bus.register(heard)
-    exporter.set_model(model)
+    exporter, heard = attached(Exporter(capture=Capture(every=3, start=2, stop=6), strict=True), Collect("*"), model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     exporter.set_optimizer(optimizer)
     x = batches(1)[0][0]
@@ -249,9 +247,9 @@ def test_compiled_evaluations() -> None:
         torch._dynamo.reset()
         graphs.clear()
         model = mlp()
-        exporter, heard = Exporter(capture=Capture(kinds=["activations"], every=every), strict=True), Collect("*")
-        exporter.message_bus.register(heard)
-        exporter.set_model(model)
+        exporter, heard = attached(
+            Exporter(capture=Capture(kinds=["activations"], every=every), strict=True), Collect("*"), model
+        )
         compiled = torch.compile(model, backend=backend, fullgraph=True)
         torch.manual_seed(0)
         model.eval()
@@ -277,9 +275,7 @@ def test_all_passes_of_an_evaluation_take_the_fast_path_or_none_does() -> None:
 
     def run(every: int) -> tuple[list[Tensor], list[tuple[str | None, int]]]:
         capture = Capture(kinds=["activations"], tags=["eval"], every=every)
-        exporter, heard = Exporter(capture=capture), Collect("*")
-        exporter.message_bus.register(heard)
-        exporter.set_model(model)
+        exporter, heard = attached(Exporter(capture=capture), Collect("*"), model)
         model.eval()
         with torch.no_grad():
             outputs = [model(x) for _ in range(5)]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 import pickle
 import re
-import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tracer
-from tests.observing.recorded import data_of, find, mlp, train, watch
+from tests.observing.recorded import attached, data_of, descend, find, mlp, train, watch
 from tracer import CaptureError, Collect, Exporter, MessageError
 from tracer.memory import SMALLEST, Memory
 from tracer.observing.pytorch.tensors import copied
@@ -29,18 +28,22 @@ from tracer.observing.pytorch.tensors import copied
 # -- losses ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("keywords", [False, True])
 @pytest.mark.parametrize("form", ["function", "name", "module"])
-def test_a_loss_gives_output_labels_and_value(form: str) -> None:
-    """A loss as a function of torch, its name, or a module publishes what it was given and what it gave."""
-    model = mlp()
+def test_a_loss_gives_output_labels_and_value(form: str, keywords: bool) -> None:
+    """A loss as a function of torch, its name, or a module publishes what it was given and what it gave.
+
+    Output and labels are told apart by the names of the parameters, not by their order in the call.
+    """
+    model, module = mlp(), nn.CrossEntropyLoss()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    module = nn.CrossEntropyLoss()
     exporter, heard = watch(
         model, optimizer, {"function": F.cross_entropy, "name": "cross_entropy", "module": module}[form]
     )
+    loss = module if form == "module" else functools.partial(F.cross_entropy, label_smoothing=0.1)
     x, y = torch.randn(5, 3), torch.tensor([0, 1, 1, 0, 1])
     output = model(x)
-    value = module(output, y) if form == "module" else F.cross_entropy(input=output, target=y, label_smoothing=0.1)
+    value = loss(target=y, input=output) if keywords else loss(output, y)
     value.backward()
     optimizer.step()
     exporter.detach()
@@ -138,10 +141,7 @@ def test_stand_ins_for_loss_functions_are_as_functions() -> None:
 def test_an_evaluation_between_forward_and_loss_does_not_retag_the_loss() -> None:
     """A training loss stays a training loss, whatever was evaluated between the forward and it."""
     model, loss = nn.Linear(3, 2), nn.MSELoss()
-    exporter, heard = Exporter(strict=True), Collect("loss")
-    exporter.message_bus.register(heard)
-    exporter.set_model(model)
-    exporter.set_loss(loss)
+    exporter, heard = attached(Exporter(strict=True), Collect("loss"), model, loss=loss)
     output = model(torch.ones(4, 3))
     model.eval()
     with torch.no_grad():
@@ -161,24 +161,6 @@ def test_a_loss_that_is_never_called_is_told(tmp_path: Path) -> None:
         mine(model(torch.ones(4, 3)), torch.zeros(4, 2)).backward()
         optimizer.step()
     assert any(note.get("problem", {}).get("what") == "loss" for note in tracer.open(tmp_path / "run.zarr").notes)
-
-
-@pytest.mark.parametrize("form", ["function", "module"])
-def test_a_loss_called_by_keywords_in_any_order(form: str) -> None:
-    """Output and labels are told apart by the names of the parameters, not by their order in the call."""
-    model, criterion = nn.Linear(3, 2), nn.CrossEntropyLoss()
-    exporter, heard = Exporter(strict=True), Collect("network_output", "input_labels")
-    exporter.message_bus.register(heard)
-    exporter.set_model(model)
-    exporter.set_loss(F.cross_entropy if form == "function" else criterion)
-    y = torch.tensor([0, 1, 1, 0])
-    loss = F.cross_entropy if form == "function" else criterion
-    loss(target=y, input=model(torch.ones(4, 3))).backward()
-    exporter.detach()
-    assert [(one.kind, one.data.dtype, tuple(one.data.shape)) for one in heard] == [
-        ("network_output", torch.float32, (4, 2)),
-        ("input_labels", torch.int64, (4,)),
-    ]
 
 
 def test_a_loss_that_another_exporter_watches() -> None:
@@ -259,13 +241,19 @@ def test_epochs_that_nobody_ends_are_noted(told: bool, tmp_path: Path) -> None:
         assert ["run.epoch_finished()" in str(note) for note in trace.notes] == ([] if told else [True])
 
 
-def test_what_cannot_be_logged() -> None:
-    """A value that is no number, and a kind of modules, are the caller's errors."""
+@pytest.mark.parametrize(
+    ("kind", "value", "why"),
+    [
+        ("thing", object(), "number or an array"),
+        ("weights", 1.0, "module topic"),
+        *((kind, 1.0, "non-empty string") for kind in ("", None, 3)),
+    ],
+)
+def test_what_cannot_be_logged(kind: Any, value: Any, why: str) -> None:
+    """A value that is no number, a kind of modules, and what is no name: the trace of the run could not be opened."""
     exporter, _ = watch(mlp())
-    with pytest.raises(MessageError, match="number or an array"):
-        exporter.log("thing", object())
-    with pytest.raises(MessageError, match="module topic"):
-        exporter.log("weights", 1.0)
+    with pytest.raises(MessageError, match=why):
+        exporter.log(kind, value)
     exporter.detach()
 
 
@@ -285,32 +273,7 @@ def test_logged_kinds_can_be_asked_for_live(tmp_path: Path) -> None:
     assert [float(one.data) for one in heard] == [0.25]
 
 
-@pytest.mark.parametrize("kind", ["", None, 3])
-def test_a_kind_that_is_no_name_is_refused(kind: Any) -> None:
-    """Where it is logged; the trace of the run could not be opened."""
-    exporter = Exporter()
-    exporter.set_model(mlp())
-    with pytest.raises(MessageError, match="non-empty string"):
-        exporter.log(kind, 1.0)
-    exporter.detach()
-
-
 # -- what an exporter tells of unusual models and tensors: sparse, narrow, lazy, without values, or ----------
-
-
-@pytest.mark.parametrize("form", ["weight_norm", "spectral_norm"])
-def test_parametrizations_do_not_disturb(form: str) -> None:
-    """A parametrized layer trains on; its original parameters are streams, its pseudo-modules are none."""
-    model = mlp()
-    getattr(nn.utils.parametrizations, form)(model[0])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    exporter, heard = watch(model, optimizer)
-    train(model, optimizer, 2)
-    exporter.detach()
-    assert {one.key for one in heard.of("activations")} == {"0", "1", "2"}
-    originals = {name for name, _ in model.named_parameters() if "parametrizations" in name}
-    assert originals
-    assert originals <= {one.key for one in heard.of("weights")}
 
 
 def test_the_original_of_a_parametrized_bias_is_a_bias() -> None:
@@ -383,55 +346,13 @@ def test_modes_of_the_program_see_what_the_program_does() -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
         exporter, heard = watch(model, optimizer) if watched else (None, None)
         with Counting() as mode:
-            for _ in range(2):
-                optimizer.zero_grad()
-                F.mse_loss(model(torch.ones(4, 3)), torch.zeros(4, 2)).backward()
-                optimizer.step()
+            descend(optimizer, lambda _, model=model: F.mse_loss(model(torch.ones(4, 3)), torch.zeros(4, 2)), range(2))
         if exporter is not None and heard is not None:
             exporter.detach()
             assert len(heard.of("activations")) == 2 * 3
             assert len(heard.of("weight_updates")) == 2 * 2
         asked.append(mode.asked)
     assert asked[0] == asked[1]
-
-
-def test_fake_tensors_are_left_alone() -> None:
-    """A pass without values, to plan memory, say, is no error."""
-    model = mlp()
-    exporter, heard = watch(model, strict=False, kinds=["activations"])
-    with pytest.warns(RuntimeWarning, match="has no values"), FakeTensorMode(allow_non_fake_inputs=True):
-        model(torch.ones(4, 3))
-    exporter.detach()
-    assert not heard.of("activations")
-
-
-def test_meta_tensors_are_named_and_left_alone() -> None:
-    """A pass without values is no error; the problem is told once."""
-    model = mlp().to("meta")
-    exporter, heard = watch(model, strict=False, kinds=["activations"])
-    with pytest.warns(RuntimeWarning, match="meta tensor has no values"):
-        for _ in range(2):
-            model(torch.randn(4, 3, device="meta"))
-    exporter.detach()
-    assert not heard.of("activations")
-    assert {(one["what"], one["count"]) for one in exporter.problems} == {
-        (f"activations of '{module}'", 2) for module in ("0", "1", "2")
-    }
-
-
-def test_transforms_of_torch_func_are_left_alone() -> None:
-    """Under vmap and grad of torch.func a tensor has no values of its own: results are right, the problem is told."""
-    model = nn.Sequential(nn.Linear(3, 2))
-    x = torch.randn(5, 3)
-    expected = model(x)
-    exporter, heard = watch(model, strict=False)
-    with pytest.warns(RuntimeWarning, match=r"vmap or grad of torch\.func"):
-        got = torch.func.vmap(model)(x)
-        gradient = torch.func.grad(lambda one: model(one).sum())(x[0])
-    exporter.detach()
-    torch.testing.assert_close(got, expected)
-    torch.testing.assert_close(gradient, model[0].weight.detach().sum(0))
-    assert not heard.of("activations")
 
 
 def test_lazy_modules_are_watched_once_they_have_a_shape(tmp_path: Path) -> None:
@@ -546,49 +467,3 @@ def test_functions_and_classes_are_scripted_while_a_model_is_watched() -> None:
 
 
 # -- torch.compile --------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def dynamo() -> Iterator[None]:
-    """Compilation begins and ends without what others compiled."""
-    torch._dynamo.reset()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of torch's own compiler
-        warnings.simplefilter("ignore", FutureWarning)
-        yield
-    torch._dynamo.reset()
-
-
-@pytest.mark.parametrize("fullgraph", [False, True])
-def test_a_compiled_model_trains_on(fullgraph: bool, tmp_path: Path, dynamo: None) -> None:
-    """Compiled training is unchanged and recorded; more of it in ``test_compiled*.py``."""
-    results = []
-    for watched in (False, True):
-        torch.manual_seed(1)
-        model = mlp()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        compiled = torch.compile(model, backend="eager", fullgraph=fullgraph)
-        loss = nn.MSELoss()
-
-        def steps(model: Any = compiled, optimizer: Any = optimizer, loss: Any = loss) -> None:
-            for _ in range(10):  # more than the limit of recompilations
-                optimizer.zero_grad()
-                loss(model(torch.randn(5, 3)), torch.zeros(5, 2)).backward()
-                optimizer.step()
-
-        if watched:
-            with tracer.record(
-                tmp_path / "run.zarr", compiled, optimizer, loss=loss, strict=True, capture=tracer.Capture()
-            ):
-                steps()
-        else:
-            steps()
-        results.append([p.detach().clone() for p in model.parameters()])
-        torch._dynamo.reset()
-    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
-    with tracer.open(tmp_path / "run.zarr") as trace:
-        assert trace.array("weights", "0")[1].shape == (10, 4, 3)
-        assert trace.array("weight_updates", "2")[0].tolist() == list(range(10))
-        assert len(trace.array("loss")[0]) == 10
-        assert trace.array("activations", "1")[1].shape == (10, 5, 4)
-        assert not [note for note in trace.notes if "silent" in note]

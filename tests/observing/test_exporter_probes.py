@@ -17,7 +17,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 import tracer
 from analyze.metrics.accuracy import TrainAccuracy
-from tests.observing.recorded import data_of, find, train, watch
+from tests.observing.recorded import data_of, descend, find, train, watch
 from tracer import CaptureError, Collect, Exporter
 
 
@@ -301,10 +301,7 @@ def test_what_a_model_remembers_is_put_back(tmp_path: Path) -> None:
         with recording as run:
             if recorded:
                 run.probe("other", torch.ones(9, 4), every=1)
-            for _ in range(5):
-                optimizer.zero_grad()
-                model(torch.randn(3, 4)).sum().backward()
-                optimizer.step()
+            descend(optimizer, lambda _, model=model: model(torch.randn(3, 4)).sum(), range(5))
         found.append(model.remembered())
     assert found[0] == found[1]
     assert len(found[0][0]) == 5

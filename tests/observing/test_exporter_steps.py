@@ -13,22 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tracer
-from tests.observing.recorded import OPTIMIZERS, check_parameters, data_of, find, mlp, train, watch
+from tests.observing.recorded import data_of, descend, find, mlp, train, watch
 from tracer import CaptureError, Collect, Exporter
 
 # -- weights, gradients, updates ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_step_bundles_its_own_weights_gradients_and_updates(optimizer: str) -> None:
-    """Step k carries W_k, the gradient that the optimizer used, and W_{k+1} - W_k, to the bit; the last step too."""
-    model = mlp()
-    chosen = OPTIMIZERS[optimizer](model.parameters())
-    exporter, heard = watch(model, chosen)
-    truth = train(model, chosen)
-    exporter.finish()
-    exporter.detach()
-    check_parameters(heard, truth)
 
 
 def test_a_plain_sgd_update_is_the_negative_gradient_times_the_rate() -> None:
@@ -47,18 +35,6 @@ def test_a_plain_sgd_update_is_the_negative_gradient_times_the_rate() -> None:
     for update, gradient, weights, *_ in bundles:
         torch.testing.assert_close(update, -0.25 * gradient, rtol=1e-6, atol=1e-7 * float(weights.abs().max()))
     assert sum(bool(gradient.any()) for _, gradient, *_ in bundles) >= 6
-
-
-def test_clipped_gradients_are_told_as_used() -> None:
-    """The gradient of a step is what the optimizer used: after clipping."""
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    exporter, heard = watch(model, optimizer)
-    truth = train(model, optimizer, change=lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.01))
-    exporter.detach()
-    check_parameters(heard, truth)
-    gradients = [*heard.of("weight_gradients"), *heard.of("bias_gradients")]
-    assert 0 < sum(float(one.data.square().sum()) for one in gradients) <= 4 * 0.01**2 * 1.01
 
 
 def test_a_step_across_the_end_of_an_epoch_keeps_its_counters() -> None:
@@ -81,59 +57,6 @@ def test_a_step_across_the_end_of_an_epoch_keeps_its_counters() -> None:
     counters = {(one.global_step, one.train_step, one.epoch) for one in heard if one.kind == "activations"}
     assert counters == {(0, 0, 0), (1, 0, 1)}
     assert len(bundles) == 4
-
-
-def test_lbfgs_closures_are_calls_of_one_step() -> None:
-    """The closures that one step of LBFGS evaluates are the calls of one step, whose update is the whole way."""
-    model, loss = mlp(), nn.MSELoss()
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=3)
-    exporter, heard = watch(model, optimizer, loss)
-    x, y, closures = torch.randn(8, 3), torch.randn(8, 2), []
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        value = loss(model(x), y)
-        value.backward()
-        closures.append(value.item())
-        return value
-
-    before = []
-    for _ in range(2):
-        before.append(model[0].weight.detach().clone())
-        optimizer.step(closure)
-    before.append(model[0].weight.detach().clone())
-    exporter.detach()
-    calls = [(one.global_step, one.call) for one in heard.of("loss")]
-    assert len(calls) == len(closures) > 4
-    assert sorted(calls) == calls
-    assert {step for step, _ in calls} == {0, 1}
-    assert [float(value) for value in data_of(heard, "loss")] == pytest.approx(closures)
-    for step in range(2):
-        assert torch.equal(data_of(heard, "weights", "0")[step], before[step])
-        assert torch.equal(data_of(heard, "weight_updates", "0")[step], before[step + 1] - before[step])
-
-
-def test_without_an_optimizer_each_training_forward_is_a_step() -> None:
-    """A loop that moves the weights by hand has a step for each forward, with gradients and updates, the last too."""
-    model = mlp()
-    exporter, heard = watch(model)
-    weights = []
-    for _ in range(3):
-        weights.append(model[0].weight.detach().clone())
-        model.zero_grad()
-        model(torch.randn(5, 3)).square().sum().backward()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter -= 0.1 * parameter.grad
-    weights.append(model[0].weight.detach().clone())
-    exporter.finish()
-    exporter.detach()
-    assert [one.global_step for one in heard.of("batch_finished")] == [0, 1, 2]
-    for step in range(3):
-        assert torch.equal(data_of(heard, "weights", "0")[step], weights[step])
-        update = data_of(heard, "weight_updates", "0")[step]
-        assert torch.equal(update, weights[step + 1] - weights[step])
-        torch.testing.assert_close(update, -0.1 * data_of(heard, "weight_gradients", "0")[step], rtol=1e-5, atol=1e-6)
 
 
 def test_with_an_empty_sequence_the_user_ends_the_step() -> None:
@@ -167,51 +90,6 @@ def test_no_forward_seen_is_a_step_all_the_same() -> None:
 
 
 # -- passes that are not training -----------------------------------------------------------------------------
-
-
-def test_evaluation_passes_are_tagged_and_advance_nothing() -> None:
-    """Passes in eval mode or without gradients carry the tag eval and the current counters; the statistics stay."""
-    model, loss = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)), nn.MSELoss()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    exporter, heard = watch(model, optimizer, loss)
-    for _ in range(2):
-        optimizer.zero_grad()
-        loss(model(torch.randn(5, 3)), torch.zeros(5, 2)).backward()
-        optimizer.step()
-        statistics = model[1].running_mean.clone()
-        model.eval()
-        for _ in range(2):
-            loss(model(torch.randn(5, 3)), torch.zeros(5, 2))
-        with torch.no_grad():
-            loss(model(torch.randn(6, 3)), torch.zeros(6, 2))
-        model.train()
-        assert torch.equal(model[1].running_mean, statistics)
-        assert exporter.global_step == len(heard.of("batch_finished"))
-    exporter.detach()
-    for kind, module in (("activations", "0"), ("network_output", None), ("input_data", None)):
-        messages = find(heard, kind, module, tag="eval")
-        assert [(one.global_step, one.train_step, one.call) for one in messages] == [
-            (step, step, call) for step in (1, 2) for call in (0, 1, 2)
-        ], kind
-    assert len(heard.of("batch_started")) == 2
-    assert len(find(heard, "activations", "0", tag="default")) == 2
-    assert {one.tag for one in heard.of("loss")} == {"default", "eval"}
-
-
-def test_a_pass_between_two_steps_leaves_the_update_alone() -> None:
-    """An evaluation between backward and step, which zeroed ikkuna's updates, changes no message of training."""
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    exporter, heard = watch(model, optimizer)
-
-    def evaluate() -> None:
-        with torch.no_grad():
-            model(torch.randn(7, 3))
-
-    truth = train(model, optimizer, change=evaluate)
-    exporter.detach()
-    check_parameters(heard, truth)
-    assert all(float(update.abs().max()) > 0 for update in data_of(heard, "weight_updates", "0"))
 
 
 def test_a_named_pass_carries_its_name() -> None:
@@ -334,10 +212,7 @@ def test_an_optimizer_that_takes_the_place_of_another() -> None:
     exporter, _ = watch(model, optimizer)
 
     def steps(number: int) -> None:
-        for _ in range(number):
-            optimizer.zero_grad()
-            model(torch.randn(4, 3)).sum().backward()
-            optimizer.step()
+        descend(optimizer, lambda _: model(torch.randn(4, 3)).sum(), range(number))
 
     for _ in range(40):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tracer
-from tests.observing.recorded import data_of, find, mlp, train, watch
+from tests.observing.recorded import attached, descend, find, mlp, train, watch
 from tracer import Capture, Collect, Exporter, Message
 from tracer.observing import part
 from tracer.observing.pytorch.hooks import Hook
@@ -54,10 +54,7 @@ def test_what_a_handler_for_a_signal_raises_is_for_the_training(kind: str) -> No
     bus.register(Ringing(kind))
     try:
         with pytest.raises(LateError):
-            for _ in range(2):
-                optimizer.zero_grad()
-                model(torch.ones(4, 3)).sum().backward()
-                optimizer.step()
+            descend(optimizer, lambda _: model(torch.ones(4, 3)).sum(), range(2))
     finally:
         signal.signal(signal.SIGUSR1, before)
         exporter.detach()
@@ -74,40 +71,6 @@ def failing(kinds: set[str]) -> Callable[[Message], bool]:
         return True
 
     return condition
-
-
-@pytest.mark.parametrize("kind", ["activations", "layer_gradients", "weights", "weight_updates", "input_data", "loss"])
-def test_what_fails_in_a_hook_stays_there(kind: str) -> None:
-    """Whatever stream fails, the training and the clock go on, the others are told, and the problem is noted."""
-    expected = None
-    for condition in (None, failing({kind})):
-        torch.manual_seed(2)
-        model, loss = mlp(), nn.MSELoss()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        exporter, heard = watch(model, optimizer, loss, strict=False, condition=condition)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            for _ in range(4):
-                optimizer.zero_grad()
-                loss(model(torch.randn(5, 3)), torch.zeros(5, 2)).backward()
-                optimizer.step()
-        exporter.detach()
-        state = [p.detach().clone() for p in model.parameters()]
-        if condition is None:
-            expected = state
-            assert not caught
-            continue
-        assert all(torch.equal(one, other) for one, other in zip(state, expected, strict=True))
-        assert exporter.global_step == 4
-        assert [one.global_step for one in heard.of("batch_finished")] == [0, 1, 2, 3]
-        assert {one.global_step for one in heard.of(kind)} == {0}
-        assert 1 <= len(caught) <= 3
-        assert all("no luck" in str(one.message) for one in caught)
-        assert exporter.problems
-        truth = data_of(heard, "weights", "2") if kind != "weights" else []
-        assert len(truth) in (0, 4)
-        if len(truth) == 4:
-            assert not torch.equal(truth[1], truth[3])
 
 
 @pytest.mark.parametrize("kind", ["activations", "weights", "layer_gradients"])
@@ -227,11 +190,13 @@ def interrupted_at(number: int, work: Callable[[], Any]) -> bool:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # where Python lets go of things
 @pytest.mark.parametrize("every", [1, 3])
-@pytest.mark.parametrize("first", [0, *(pytest.param(place, marks=pytest.mark.slow) for place in range(1, 6))])
-def test_an_interrupt_anywhere(every: int, first: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("first", "stride"), [(0, 30), *(pytest.param(place, 6, marks=pytest.mark.slow) for place in range(6))]
+)
+def test_an_interrupt_anywhere(every: int, first: int, stride: int, tmp_path: Path) -> None:
     """Wherever an interrupt meets the recorder, the steps after the one that it met are recorded whole, and right.
 
-    Every sixth place is looked at, and the others in the slow suite.
+    Every thirtieth place is looked at, and all of them in the slow suite.
     """
     torch.manual_seed(0)
     model, loss, seen = nn.Sequential(nn.Linear(3, 2), nn.Tanh()), nn.MSELoss(), {}
@@ -261,7 +226,7 @@ def test_an_interrupt_anywhere(every: int, first: int, tmp_path: Path) -> None:
                 assert run.global_step == now + 1, number
                 gradient = model[0].weight.grad.clone()
                 seen[now] = number, before, gradient, model[0].weight.detach() - before
-            number += 6
+            number += stride
     assert number > 500
     found: dict[int, dict[tuple[str, str | None], list[Tensor]]] = {}
     for one in heard:
@@ -300,10 +265,7 @@ def test_a_spoilt_message_is_not_recorded(tmp_path: Path) -> None:
         pytest.warns(RuntimeWarning, match="changed the data"),
         tracer.record(tmp_path / "run.zarr", model, optimizer, receivers=[Spoiler()], capture=tracer.Capture()),
     ):
-        for _ in range(3):
-            optimizer.zero_grad()
-            model(torch.ones(4, 3)).sum().backward()
-            optimizer.step()
+        descend(optimizer, lambda _: model(torch.ones(4, 3)).sum(), range(3))
     with tracer.open(tmp_path / "run.zarr") as trace:
         steps, weights = trace.array("weights", "")
         assert steps.tolist() in ([1, 2], [0, 1, 2])  # the first may have been written before it was spoilt
@@ -406,10 +368,9 @@ def test_an_idle_step_notices_that_the_optimizer_has_no_hooks() -> None:
     """Of steps that nobody records, none is merged with another where the hooks are taken off between two steps."""
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    exporter, heard = Exporter(capture=Capture(kinds=["weights"], every=4)), Collect("weights")
-    exporter.message_bus.register(heard)
-    exporter.set_model(model)
-    exporter.set_optimizer(optimizer)
+    exporter, heard = attached(
+        Exporter(capture=Capture(kinds=["weights"], every=4)), Collect("weights"), model, optimizer
+    )
     with pytest.warns(RuntimeWarning, match="the program took the recorder's hooks off"):
         for step in range(9):
             if step in (2, 6):
@@ -449,9 +410,8 @@ class Spy(nn.Module):
 
 
 @pytest.fixture
-def network(monkeypatch: pytest.MonkeyPatch) -> tuple[nn.Sequential, Spy, torch.optim.Optimizer]:
-    """A model, the spy in it, and its optimizer, in a process in which torch has compiled nothing."""
-    monkeypatch.setattr(part, "compiled_anything", lambda: False)
+def network() -> tuple[nn.Sequential, Spy, torch.optim.Optimizer]:
+    """A model, the spy in it, and its optimizer."""
     place: list[nn.Module] = []
     model = nn.Sequential(nn.Linear(3, 4), Spy(place), nn.Linear(4, 2))
     place.append(model)
@@ -460,85 +420,84 @@ def network(monkeypatch: pytest.MonkeyPatch) -> tuple[nn.Sequential, Spy, torch.
 
 def trained(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 1) -> None:
     """Train some steps."""
-    for _ in range(steps):
-        optimizer.zero_grad()
-        model(torch.ones(2, 3)).sum().backward()
-        optimizer.step()
+    descend(optimizer, lambda _: model(torch.ones(2, 3)).sum(), range(steps))
 
 
 EVERY = [Capture(kinds=["activations"], every=4)]
 
 
-def test_hooks_rest_in_steps_that_nobody_records(tmp_path: Path, network: Any) -> None:
+def nine_steps(network: Any, run: Any) -> None:
     """They hang in each recorded step, whose messages are there, and between forwards."""
-    model, spy, optimizer = network
-    with tracer.record(tmp_path / "run.zarr", model, optimizer, capture=EVERY):
-        trained(model, optimizer, 9)
-        assert hooks_inside(model) == ["ours"]
-    # the first step after a recorded one finds out until when nothing is due
-    assert [bool(one) for one in spy.seen] == [step % 4 < 2 for step in range(9)]
-    with tracer.open(tmp_path / "run.zarr") as trace:
-        assert [one.global_step for one in trace.messages(kinds=["activations"], modules=["0"])] == [0, 4, 8]
-        assert not trace.problems
+    model, _, optimizer = network
+    trained(model, optimizer, 9)
+    assert hooks_inside(model) == ["ours"]
+    assert run.global_step == 9
 
 
-def test_other_hooks_keep_their_place(tmp_path: Path, network: Any) -> None:
+def with_another_hook(network: Any, run: Any) -> None:
     """A hook beside which others hang stays; a hook that the program hangs meanwhile comes after it."""
     model, spy, optimizer = network
-    with tracer.record(tmp_path / "run.zarr", model, optimizer, capture=EVERY):
-        trained(model, optimizer, 2)
-        spy.do = lambda: model[0].register_forward_hook(lambda *_: None)
-        trained(model, optimizer)
-        spy.do = None
-        assert hooks_inside(model) == ["ours", "other"]
-        trained(model, optimizer, 3)
+    trained(model, optimizer, 2)
+    spy.do = lambda: model[0].register_forward_hook(lambda *_: None)
+    trained(model, optimizer)
+    spy.do = None
+    assert hooks_inside(model) == ["ours", "other"]
+    trained(model, optimizer, 3)
     assert spy.seen[1:] == [["ours"], [], *[["ours", "other"]] * 3]
-    with tracer.open(tmp_path / "run.zarr") as trace:
-        assert not trace.problems
 
 
-def test_a_forward_that_fails_leaves_none_off(tmp_path: Path, network: Any) -> None:
+def with_a_failure(network: Any, run: Any) -> None:
     """The next step that is recorded has its messages, and nothing is told of hooks that were taken off."""
     model, spy, optimizer = network
 
     def fail() -> None:
         raise ValueError("of its own")
 
-    with tracer.record(tmp_path / "run.zarr", model, optimizer, capture=EVERY):
-        trained(model, optimizer, 3)
-        spy.do = fail
-        with pytest.raises(ValueError, match="of its own"):
-            trained(model, optimizer)
-        spy.do = None
-        trained(model, optimizer, 4)
-    with tracer.open(tmp_path / "run.zarr") as trace:
-        assert [one.global_step for one in trace.messages(kinds=["activations"], modules=["0"])] == [0, 4]
-        assert not trace.problems
+    trained(model, optimizer, 3)
+    spy.do = fail
+    with pytest.raises(ValueError, match="of its own"):
+        trained(model, optimizer)
+    spy.do = None
+    trained(model, optimizer, 4)
 
 
-def test_no_hook_rests_where_torch_has_compiled_anything(
-    tmp_path: Path, network: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A compiled graph is made anew when hooks come and go."""
-    model, spy, optimizer = network
-    monkeypatch.setattr(part, "compiled_anything", lambda: True)
-    with tracer.record(tmp_path / "run.zarr", model, optimizer, capture=EVERY):
-        trained(model, optimizer, 9)
-    assert all(spy.seen)
-
-
-def test_an_accumulated_step_that_nobody_records_is_idle_throughout(tmp_path: Path, network: Any) -> None:
+def accumulated(network: Any, run: Any) -> None:
     """Each forward of a step takes the short way, and a step is a step."""
+    model, _, optimizer = network
+    for _ in range(9):
+        optimizer.zero_grad()
+        for _ in range(3):
+            model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+    assert run.global_step == 9
+
+
+# whose hooks hang while a forward runs: the first step after a recorded one finds out until when nothing is due
+RESTING: dict[str, tuple[Callable[[Any, Any], None], list[bool] | None, list[tuple[int, int]]]] = {
+    "nine steps": (nine_steps, [step % 4 < 2 for step in range(9)], [(0, 0), (4, 0), (8, 0)]),
+    "compiled": (nine_steps, [True] * 9, [(0, 0), (4, 0), (8, 0)]),  # a graph is made anew when hooks come and go
+    "another hook": (with_another_hook, None, [(0, 0), (4, 0)]),
+    "a failure": (with_a_failure, None, [(0, 0), (4, 0)]),
+    "accumulated": (
+        accumulated,
+        [step % 4 == 0 or (step % 4 == 1 and forward == 0) for step in range(9) for forward in range(3)],
+        [(step, call) for step in (0, 4, 8) for call in range(3)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RESTING)
+def test_hooks_rest_in_steps_that_nobody_records(
+    name: str, tmp_path: Path, network: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless torch has compiled anything; and whatever happens meanwhile, the recorded steps have their messages."""
+    train, seen, calls = RESTING[name]
+    monkeypatch.setattr(part, "compiled_anything", lambda: name == "compiled")
     model, spy, optimizer = network
     with tracer.record(tmp_path / "run.zarr", model, optimizer, capture=EVERY) as run:
-        for _ in range(9):
-            optimizer.zero_grad()
-            for _ in range(3):
-                model(torch.ones(2, 3)).sum().backward()
-            optimizer.step()
-        assert run.global_step == 9
-    slow = [step % 4 == 0 or (step % 4 == 1 and forward == 0) for step in range(9) for forward in range(3)]
-    assert [bool(one) for one in spy.seen] == slow
+        train(network, run)
+    assert seen in (None, [bool(one) for one in spy.seen])
     with tracer.open(tmp_path / "run.zarr") as trace:
-        found = [(one.global_step, one.call) for one in trace.messages(kinds=["activations"], modules=["0"])]
-        assert found == [(step, call) for step in (0, 4, 8) for call in range(3)]
+        found = trace.messages(kinds=["activations"], modules=["0"])
+        assert [(one.global_step, one.call) for one in found] == calls
+        assert not trace.problems

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as modules
 
+from tests.observing.recorded import attached
 from tracer import Capture, Collect, Exporter
 from tracer.messaging.messages import DATA_KINDS
 
@@ -129,10 +130,7 @@ def test_a_layer_is_observed_as_one() -> None:
     model = nn.TransformerEncoder(layer(), 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     capture = Capture(kinds=["activations", "layer_inputs"], modules=["layers.*"])
-    exporter, heard = Exporter(capture=capture, strict=True), Collect("*")
-    exporter.message_bus.register(heard)
-    exporter.set_model(model)
-    exporter.set_optimizer(optimizer)
+    exporter, heard = attached(Exporter(capture=capture, strict=True), Collect("*"), model, optimizer)
     x = torch.randn(2, 3, 8)
     model(x).square().mean().backward()
     optimizer.step()
@@ -153,9 +151,9 @@ def test_a_layer_is_observed_as_one() -> None:
 def test_a_layer_that_goes_the_other_way_is_seen_inside() -> None:
     """Where torch does not take the fast path after all, nothing inside is missed."""
     model = differing(layer())
-    exporter, heard = Exporter(capture=Capture(kinds=["activations", "layer_inputs"]), strict=True), Collect("*")
-    exporter.message_bus.register(heard)
-    exporter.set_model(model)
+    exporter, heard = attached(
+        Exporter(capture=Capture(kinds=["activations", "layer_inputs"]), strict=True), Collect("*"), model
+    )
     x = torch.randn(2, 3, 8)
     model.eval()
     with torch.no_grad():
@@ -169,9 +167,7 @@ def test_a_layer_that_goes_the_other_way_is_seen_inside() -> None:
 def test_an_interrupted_forward_leaves_hooks_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """After Ctrl-C in the fast path the next forward is seen, and nothing is left behind."""
     model = nn.TransformerEncoder(layer(), 1).eval()
-    exporter, heard = Exporter(capture=Capture(kinds=DATA_KINDS), strict=True), Collect("*")
-    exporter.message_bus.register(heard)
-    exporter.set_model(model)
+    exporter, heard = attached(Exporter(capture=Capture(kinds=DATA_KINDS), strict=True), Collect("*"), model)
     x = torch.randn(2, 3, 8)
 
     def interrupted(*_: Any) -> Tensor:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import tracer
+from tests.examples import examples
 from tracer.observing.pytorch.tensors import arguments_of, leaves
 
 X = torch.ones(1)
@@ -74,7 +75,7 @@ def without(value: Any, leave_out: Callable[[], bool]) -> Any:
     return None if isinstance(value, Tensor) and leave_out() else value
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(structure=structures)
 def test_no_two_have_the_same_name(structure: Any) -> None:
     """As many names as tensors, whatever keys and containers there are."""
@@ -82,7 +83,7 @@ def test_no_two_have_the_same_name(structure: Any) -> None:
     assert len(names) == len(set(names)) == count(structure)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(structure=structures, data=st.data())
 def test_a_name_does_not_depend_on_what_else_is_there(structure: Any, data: Any) -> None:
     """Without some of the tensors, the others have the names that they had."""

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import tracer
+from tests.observing.oracles import Nobody
+from tests.observing.recorded import attached
 from tracer import Capture, Collect
 from tracer.observing.guesses.losses import differentiated_name
 from tracer.observing.pytorch.patches import BACKWARD
@@ -44,27 +46,19 @@ class Training:
         return [one.detach().clone() for one in self.model.parameters()]
 
 
-def recorded(path: Path, train: Callable[[Training, Any], None], **options: Any) -> tracer.TraceReader:
-    """The trace of a training, which ends with the bits that it ends with when nobody records it."""
-    plain, watched = Training(), Training()
-    train(plain, _Nobody())
-    options = {"loss": F.cross_entropy, **options}
-    with tracer.record(
-        path, watched.model, watched.optimizer, strict=True, **{"capture": tracer.Capture(), **options}
-    ) as run:
-        train(watched, run)
+@contextlib.contextmanager
+def recorded(
+    path: Path, train: Callable[[Training, Any, list[Any]], None], **options: Any
+) -> Iterator[tuple[tracer.TraceReader, list[Any]]]:
+    """The trace of a training, which ends with the bits that it ends with when nobody records it; and what it kept."""
+    plain, watched, kept = Training(), Training(), list[Any]()
+    train(plain, Nobody(), [])
+    options = {"loss": F.cross_entropy, "capture": tracer.Capture(), **options}
+    with tracer.record(path, watched.model, watched.optimizer, strict=True, **options) as run:
+        train(watched, run, kept)
     assert all(map(torch.equal, plain.weights(), watched.weights()))
-    return tracer.open(path)
-
-
-class _Nobody:
-    """Stands for the recording where there is none."""
-
-    def log(self, kind: str, value: Any) -> None:
-        """Nothing."""
-
-    def epoch_finished(self) -> None:
-        """Nothing."""
+    with tracer.open(path) as trace:
+        yield trace, kept
 
 
 def values(trace: tracer.TraceReader, kind: str = "loss", tag: str = "default") -> list[float]:
@@ -216,18 +210,16 @@ def _(self: Training, keep: Callable[[Tensor], Tensor]) -> None:
 )
 def test_the_loss_is_what_backward_was_called_on(way: str, named: bool, tmp_path: Path) -> None:
     """Whatever it is made of, and whether or not a loss function was named: the number that the run differentiates."""
-    kept: list[float] = []
 
-    def keep(loss: Tensor) -> Tensor:
-        kept.append(float(loss.detach()))
-        return loss
+    def train(training: Training, run: Any, kept: list[Any]) -> None:
+        def keep(loss: Tensor) -> Tensor:
+            kept.append(float(loss.detach()))
+            return loss
 
-    def train(training: Training, run: Any) -> None:
-        kept.clear()
         for _ in range(3):
             WAYS[way](training, keep)
 
-    with recorded(tmp_path / "run.zarr", train, **({} if named else {"loss": None})) as trace:
+    with recorded(tmp_path / "run.zarr", train, **({} if named else {"loss": None})) as (trace, kept):
         assert values(trace) == pytest.approx(kept, rel=1e-6)
         assert [one.global_step for one in trace.messages("loss")] == [
             step for step in range(3) for _ in range(len(kept) // 3)
@@ -237,17 +229,15 @@ def test_the_loss_is_what_backward_was_called_on(way: str, named: bool, tmp_path
 
 def test_what_loss_functions_gave_are_the_terms(tmp_path: Path) -> None:
     """Each function's or module's own value, with its name as leaf, and several of one name by call."""
-    kept: list[tuple[str, int, float]] = []
 
-    def train(training: Training, run: Any) -> None:
-        kept.clear()
+    def train(training: Training, run: Any, kept: list[Any]) -> None:
         for _ in range(2):
             out = training.model(X)
             first, second = F.cross_entropy(out, Y), F.cross_entropy(out, Y.flip(0))
             kept.extend(("cross_entropy", call, float(one.detach())) for call, one in enumerate((first, second)))
             training.step(first + 0.5 * second)
 
-    with recorded(tmp_path / "run.zarr", train) as trace:
+    with recorded(tmp_path / "run.zarr", train) as (trace, kept):
         terms = [(one.leaf, one.call, float(one.data)) for one in trace.messages("loss_terms") if one.data is not None]
         assert terms == kept
         assert len(values(trace)) == 2
@@ -274,10 +264,8 @@ def test_a_module_is_called_by_its_class_or_its_path(tmp_path: Path) -> None:
 @pytest.mark.parametrize("factor", [1.0, 512.0])
 def test_a_scaler_is_divided_out(factor: float, tmp_path: Path) -> None:
     """Also where the loss is more than what a function gave; a scaler that is not enabled changes nothing."""
-    kept: list[float] = []
 
-    def train(training: Training, run: Any) -> None:
-        kept.clear()
+    def train(training: Training, run: Any, kept: list[Any]) -> None:
         scaler = torch.amp.GradScaler("cpu", init_scale=factor, enabled=factor != 1)
         for _ in range(3):
             training.optimizer.zero_grad()
@@ -287,21 +275,21 @@ def test_a_scaler_is_divided_out(factor: float, tmp_path: Path) -> None:
             scaler.step(training.optimizer)
             scaler.update()
 
-    with recorded(tmp_path / "run.zarr", train) as trace:
+    with recorded(tmp_path / "run.zarr", train) as (trace, kept):
         assert values(trace) == kept
 
 
 def test_a_vector_is_no_loss(tmp_path: Path) -> None:
     """``backward(gradient=…)`` on several elements has no value of its own: none is recorded, which is told once."""
 
-    def train(training: Training, run: Any) -> None:
+    def train(training: Training, run: Any, kept: list[Any]) -> None:
         for _ in range(2):
             training.optimizer.zero_grad()
             out = training.model(X)
             out.backward(torch.ones_like(out))
             training.optimizer.step()
 
-    with recorded(tmp_path / "run.zarr", train) as trace:
+    with recorded(tmp_path / "run.zarr", train) as (trace, _):
         assert values(trace) == []
         assert "backward was called on a tensor of several elements" in told(trace)
 
@@ -309,10 +297,8 @@ def test_a_vector_is_no_loss(tmp_path: Path) -> None:
 @pytest.mark.parametrize("when", ["before backward", "after backward", "after the step"])
 def test_a_logged_loss_is_the_loss(when: str, tmp_path: Path) -> None:
     """It is there once in each step, also in the first, where nobody could know that it would be logged."""
-    kept: list[float] = []
 
-    def train(training: Training, run: Any) -> None:
-        kept.clear()
+    def train(training: Training, run: Any, kept: list[Any]) -> None:
         for _ in range(3):
             loss = F.cross_entropy(training.model(X), Y)
             kept.append(float(loss.detach()))
@@ -325,7 +311,7 @@ def test_a_logged_loss_is_the_loss(when: str, tmp_path: Path) -> None:
                 if now == when:
                     run.log("loss", loss.item())
 
-    with recorded(tmp_path / "run.zarr", train) as trace:
+    with recorded(tmp_path / "run.zarr", train) as (trace, kept):
         assert values(trace) == kept
         assert [(one.global_step, one.call) for one in trace.messages("loss")] == [(0, 0), (1, 0), (2, 0)]
 
@@ -333,15 +319,15 @@ def test_a_logged_loss_is_the_loss(when: str, tmp_path: Path) -> None:
 def test_a_logged_loss_that_is_announced_is_the_only_one(tmp_path: Path) -> None:
     """Whatever is differentiated; without the announcement the first step has both, which is told."""
 
-    def train(training: Training, run: Any) -> None:
+    def train(training: Training, run: Any, kept: list[Any]) -> None:
         for step in range(2):
             training.step(F.cross_entropy(training.model(X), Y))
             run.log("loss", 7.0 + step)
 
-    with recorded(tmp_path / "announced.zarr", train, logs=["loss"]) as trace:
+    with recorded(tmp_path / "announced.zarr", train, logs=["loss"]) as (trace, _):
         assert values(trace) == [7.0, 8.0]
         assert "problem" not in told(trace)
-    with recorded(tmp_path / "not.zarr", train) as trace:
+    with recorded(tmp_path / "not.zarr", train) as (trace, _):
         assert values(trace)[1:] == [7.0, 8.0]
         assert "the loss of step 0" in told(trace)
 
@@ -361,17 +347,15 @@ def evaluate(training: Training, *terms: Callable[[Tensor], Tensor]) -> Iterator
 
 def test_an_evaluation_with_the_training_s_own_term_has_a_loss(tmp_path: Path) -> None:
     """What one loss function gives is the loss of an evaluation, before and after the training, divided or not."""
-    kept: list[float] = []
 
-    def train(training: Training, run: Any) -> None:
-        kept.clear()
+    def train(training: Training, run: Any, kept: list[Any]) -> None:
         for _ in range(2):
             kept.extend(one for (one,) in evaluate(training, lambda out: F.cross_entropy(out, Y[:4])))
             training.step(F.cross_entropy(training.model(X), Y) / 2)
             training.step(F.cross_entropy(training.model(X), Y, reduction="sum") / 8)
         kept.extend(one for (one,) in evaluate(training, lambda out: F.cross_entropy(out, Y[:4])))
 
-    with recorded(tmp_path / "run.zarr", train) as trace:
+    with recorded(tmp_path / "run.zarr", train) as (trace, kept):
         assert values(trace, tag="eval") == values(trace, "loss_terms", "eval") == kept
         assert [(one.global_step, one.call) for one in trace.messages("loss") if one.tag == "eval"] == [
             (step, call) for step in (0, 2, 4) for call in range(2)
@@ -382,7 +366,7 @@ def test_an_evaluation_with_the_training_s_own_term_has_a_loss(tmp_path: Path) -
 def test_losses_of_evaluations_are_counted_in_their_step(tmp_path: Path) -> None:
     """Also of one that is known for the loss only when the next step has begun, or ended, and nobody records that."""
 
-    def train(training: Training, run: Any) -> None:
+    def train(training: Training, run: Any, kept: list[Any]) -> None:
         for _ in range(4):
             training.step(F.cross_entropy(training.model(X), Y))
             list(evaluate(training, lambda out: F.cross_entropy(out, Y[:4])))
@@ -391,7 +375,7 @@ def test_losses_of_evaluations_are_counted_in_their_step(tmp_path: Path) -> None
             F.cross_entropy(training.model(X), Y)
             training.optimizer.step()
 
-    with recorded(tmp_path / "run.zarr", train, capture=Capture(kinds=["loss", "loss_terms"], every=2)) as trace:
+    with recorded(tmp_path / "run.zarr", train, capture=Capture(kinds=["loss", "loss_terms"], every=2)) as (trace, _):
         counted = [
             [(one.global_step, one.call, float(one.data)) for one in trace.messages(kind) if one.tag == "eval"]
             for kind in ("loss", "loss_terms")
@@ -405,21 +389,18 @@ def test_losses_of_evaluations_are_counted_in_their_step(tmp_path: Path) -> None
 
 def test_a_loss_under_a_tag_is_counted_with_those_of_evaluations_under_it(tmp_path: Path) -> None:
     """What ``backward`` is called on there is the loss of the pass, and its term is not another."""
-    kept: list[float] = []
 
-    def train(training: Training, run: Any) -> None:
-        kept.clear()
-        tagged: Any = getattr(run, "tag", None)
+    def train(training: Training, run: Any, kept: list[Any]) -> None:
         for _ in range(2):
             training.step(F.cross_entropy(training.model(X), Y))
-            with contextlib.nullcontext() if tagged is None else tagged("attack"):
+            with run.tag("attack") or contextlib.nullcontext():
                 kept.extend(one for (one,) in evaluate(training, lambda out: F.cross_entropy(out, Y[:4])))
                 inputs = X.clone().requires_grad_()
                 loss = F.cross_entropy(training.model(inputs), Y) * 3
                 loss.backward(inputs=[inputs])
                 kept.append(loss.item())
 
-    with recorded(tmp_path / "run.zarr", train) as trace:
+    with recorded(tmp_path / "run.zarr", train) as (trace, kept):
         assert values(trace, tag="attack") == kept
         numbers = [(one.global_step, one.call) for one in trace.messages("loss") if one.tag == "attack"]
         assert numbers == [(step, call) for step in (1, 2) for call in range(3)]
@@ -427,16 +408,14 @@ def test_a_loss_under_a_tag_is_counted_with_those_of_evaluations_under_it(tmp_pa
 
 def test_a_term_of_an_evaluation_is_no_loss(tmp_path: Path) -> None:
     """Where the training's loss is more, as a VAE's, an evaluation has its term; what came too early is told."""
-    kept: list[float] = []
 
-    def train(training: Training, run: Any) -> None:
-        kept.clear()
+    def train(training: Training, run: Any, kept: list[Any]) -> None:
         for _ in range(2):
             kept.extend(one for (one,) in evaluate(training, lambda out: F.cross_entropy(out, Y[:4])))
             training.step(F.cross_entropy(training.model(X), Y) + penalty(training))
         kept.extend(one for (one,) in evaluate(training, lambda out: F.cross_entropy(out, Y[:4])))
 
-    with recorded(tmp_path / "run.zarr", train) as trace:
+    with recorded(tmp_path / "run.zarr", train) as (trace, kept):
         assert values(trace, "loss_terms", "eval") == kept
         assert [one.global_step for one in trace.messages("loss") if one.tag == "eval"] == [0, 0]
         assert "the loss of evaluations since step 0" in told(trace)
@@ -446,12 +425,12 @@ def test_a_term_of_an_evaluation_is_no_loss(tmp_path: Path) -> None:
 def test_several_terms_of_an_evaluation_are_no_losses(tmp_path: Path) -> None:
     """Nobody knows what is made of them."""
 
-    def train(training: Training, run: Any) -> None:
+    def train(training: Training, run: Any, kept: list[Any]) -> None:
         for _ in range(2):
             training.step(F.cross_entropy(training.model(X), Y))
             list(evaluate(training, lambda out: F.cross_entropy(out, Y[:4]), lambda out: F.cross_entropy(-out, Y[:4])))
 
-    with recorded(tmp_path / "run.zarr", train) as trace:
+    with recorded(tmp_path / "run.zarr", train) as (trace, _):
         assert values(trace, tag="eval") == []
         assert len(values(trace, "loss_terms", "eval")) == 8
         assert "several loss functions were called in a pass" in told(trace)
@@ -542,7 +521,7 @@ def test_one_loss_of_two_optimizers_has_no_name(tmp_path: Path) -> None:
 def test_losses_of_one_optimizer_have_the_names_of_their_variables(tmp_path: Path) -> None:
     """From the second step on, when it is known that there are several; micro-batches of one variable have none."""
 
-    def train(training: Training, run: Any) -> None:
+    def train(training: Training, run: Any, kept: list[Any]) -> None:
         for _ in range(3):
             training.optimizer.zero_grad()
             image = F.cross_entropy(training.model(X), Y)
@@ -551,11 +530,11 @@ def test_losses_of_one_optimizer_have_the_names_of_their_variables(tmp_path: Pat
             text.backward()
             training.optimizer.step()
 
-    with recorded(tmp_path / "two.zarr", train) as trace:
+    with recorded(tmp_path / "two.zarr", train) as (trace, _):
         names = [(one.global_step, one.leaf, one.call) for one in trace.messages("loss")]
     assert names == [(0, "", 0), (0, "", 1), (1, "image", 0), (1, "text", 0), (2, "image", 0), (2, "text", 0)]
 
-    def accumulate(training: Training, run: Any) -> None:
+    def accumulate(training: Training, run: Any, kept: list[Any]) -> None:
         for _ in range(12):
             training.optimizer.zero_grad()
             for x in (X, -X):
@@ -563,7 +542,7 @@ def test_losses_of_one_optimizer_have_the_names_of_their_variables(tmp_path: Pat
                 loss.backward()
             training.optimizer.step()
 
-    with recorded(tmp_path / "one.zarr", accumulate) as trace:
+    with recorded(tmp_path / "one.zarr", accumulate) as (trace, _):
         assert [(one.leaf, one.call) for one in trace.messages("loss")] == [("", 0), ("", 1)] * 12
 
 
@@ -640,9 +619,7 @@ def test_torch_has_its_functions_back() -> None:
     names = ("torch.autograd:backward", "torch.autograd:grad")
     before = [pkgutil.resolve_name(name) for name in names]
     training = Training()
-    exporter, heard = tracer.Exporter(strict=True), Collect("loss")
-    exporter.message_bus.register(heard)
-    exporter.set_model(training.model)
+    exporter, heard = attached(tracer.Exporter(strict=True), Collect("loss"), training.model)
     exporter.watch_backward()
     during = [pkgutil.resolve_name(name) for name in names]
     assert not any(now is one for now, one in zip(during, before, strict=True))
@@ -680,10 +657,8 @@ def test_a_compiled_derivative_is_left_alone(tmp_path: Path) -> None:
 
 def test_a_loss_inside_a_compiled_region_is_there(tmp_path: Path) -> None:
     """Its function is not seen, but `backward` is called outside of the region."""
-    kept: list[float] = []
 
-    def train(training: Training, run: Any) -> None:
-        kept.clear()
+    def train(training: Training, run: Any, kept: list[Any]) -> None:
         torch._dynamo.reset()
         compute = torch.compile(lambda x, y: F.cross_entropy(training.model(x), y) * 2, backend="aot_eager")
         for _ in range(3):
@@ -691,6 +666,6 @@ def test_a_loss_inside_a_compiled_region_is_there(tmp_path: Path) -> None:
             kept.append(float(loss.detach()))
             training.step(loss)
 
-    with recorded(tmp_path / "run.zarr", train, capture=Capture(kinds=["loss", "loss_terms"])) as trace:
+    with recorded(tmp_path / "run.zarr", train, capture=Capture(kinds=["loss", "loss_terms"])) as (trace, kept):
         assert values(trace) == kept
         assert values(trace, "loss_terms") == []

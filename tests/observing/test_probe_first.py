@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import tracer
+from tests.observing.recorded import descend
 from tracer.observing.probes import ProbePlan
 from tracer.recording.recording import Run
 
@@ -144,10 +145,7 @@ def test_a_look_at_the_model_before_the_training_is_no_probe(tmp_path: Path) -> 
         with torch.no_grad():
             model(torch.zeros(4, 3))
         model.train()
-        for x in batches:
-            optimizer.zero_grad()
-            model(x).square().mean().backward()
-            optimizer.step()
+        descend(optimizer, lambda x: model(x).square().mean(), batches)
     with tracer.open(tmp_path / "run.zarr") as trace:
         probes = [one.data for one in trace.messages("network_output", tags="probe")]
     assert len(probes) == 2
@@ -177,10 +175,7 @@ def test_a_graph_is_not_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lar
         tracer.record(tmp_path / "run.zarr", model, optimizer, capture=tracer.Capture(kinds=["network_output"])) as run,
     ):
         run.exporter.probe_first(ProbePlan(8, every=2))
-        for _ in range(2):
-            optimizer.zero_grad()
-            model(nodes, edges).square().mean().backward()
-            optimizer.step()
+        descend(optimizer, lambda _: model(nodes, edges).square().mean(), range(2))
     with tracer.open(tmp_path / "run.zarr") as trace:
         probes = [one.data for one in trace.messages("network_output", tags="probe")]
         notes = str(trace.notes)

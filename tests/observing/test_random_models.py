@@ -250,9 +250,9 @@ def key_of(message: Message) -> Key:
     return message.kind, message.key, message.tag, message.call, message.leaf
 
 
-@pytest.mark.parametrize("part", [*range(3), *(pytest.param(part, marks=pytest.mark.slow) for part in range(3, 8))])
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, 8))])
 def test_random_models(part: int, tmp_path: Path) -> None:
-    """Two hundred networks, twenty-five at a time; seventy-five in each `make test`."""
+    """Two hundred networks, twenty-five at a time; the first of them in each `make test`."""
     for seed in range(25 * part, 25 * part + 25):
         check(seed, tmp_path)
 
@@ -294,7 +294,7 @@ def calls_of(plan: Plan, watch: Watch) -> tuple[list[tuple[Any, ...]], Network]:
 
 
 @pytest.mark.parametrize(
-    "seed", [seed if seed < 16 else pytest.param(seed, marks=pytest.mark.slow) for seed in range(200)]
+    "seed", [seed if seed < 6 else pytest.param(seed, marks=pytest.mark.slow) for seed in range(200)]
 )
 def test_the_default_calls_nothing_of_the_program(seed: int, tmp_path: Path) -> None:
     """By the default profile, modules and hooks see the calls that the program makes, in their modes, and no other."""

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tracer
 from tests.endings import alike, ended, same
+from tests.observing.recorded import attached
 from tracer import Capture, Collect, Exporter, Message
 from tracer.messaging.messages import DATA_KINDS, KINDS
 
@@ -316,10 +317,7 @@ def test_closures_and_two_optimizers() -> None:
     torch.manual_seed(3)
     model = nn.Sequential(weight_norm(nn.Linear(3, 2)))
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
-    exporter, heard = Exporter(capture=Capture(kinds=DATA_KINDS), strict=True), Collect("*")
-    exporter.message_bus.register(heard)
-    exporter.set_model(model)
-    exporter.set_optimizer(optimizer)
+    exporter, heard = attached(Exporter(capture=Capture(kinds=DATA_KINDS), strict=True), Collect("*"), model, optimizer)
     used: list[Tensor] = []
     slopes: list[Tensor] = []
     x = torch.randn(4, 3)
@@ -342,10 +340,9 @@ def test_closures_and_two_optimizers() -> None:
     critic, maker = spectral_norm(nn.Linear(3, 1)), nn.Linear(2, 3)
     pair = nn.ModuleDict({"critic": critic, "maker": maker})
     first, second = (torch.optim.SGD(one.parameters(), lr=0.5) for one in (critic, maker))
-    exporter, heard = Exporter(capture=Capture(kinds=DATA_KINDS), strict=True), Collect("*")
-    exporter.message_bus.register(heard)
-    exporter.set_model(pair)
-    exporter.set_optimizer([first, second])
+    exporter, heard = attached(
+        Exporter(capture=Capture(kinds=DATA_KINDS), strict=True), Collect("*"), pair, [first, second]
+    )
     z = torch.randn(4, 2)
     critic(maker(z).detach()).square().sum().backward()
     weight = critic.weight

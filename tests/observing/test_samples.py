@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -22,7 +23,8 @@ from torch.utils.data.dataloader import (
 
 import analyze
 import tracer
-from tests.observing.recorded import find, sgd, watch
+from tests.endings import alike, ended
+from tests.observing.recorded import descend, find, sgd, watch
 from tracer import Capture, Collect
 from tracer.errors import MessageError
 from tracer.messaging.messages import DATA_KINDS, KINDS
@@ -154,18 +156,6 @@ def ahead(loader: Iterable[Any], move: Callable[[Tensor], Tensor]) -> Iterator[T
     yield before
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("made", ["as it is", "a view", "a copy"])
-def test_batches_that_are_drawn_ahead(made: str, workers: int) -> None:
-    """Each forward has the ids of its own batch, and not of the one that was drawn last."""
-    training = Training()
-    for _ in range(2):
-        for x in ahead(DataLoader(data(), 4, shuffle=True, num_workers=workers), MADE[made][0]):
-            training.step(x)
-    assert ids(training.heard) == expected(training.heard)
-    assert len(ids(training.heard)) == 12
-
-
 @pytest.mark.parametrize("in_turn", [False, True])
 def test_copies_are_looked_at_once(in_turn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """To look at numbers on a device is to wait for it. Which batch comes next is known from the one before."""
@@ -196,12 +186,63 @@ def test_what_is_not_known_is_not_said() -> None:
     assert [row for _, _, row in ids(training.heard)] == [[12, 13, 14, 15], [16, 17, 18, 19], [20, 21]]
 
 
-def test_two_loaders_at_once() -> None:
-    """Each forward has the ids of the loader that its input is from; of a mixture nothing is said."""
-    training = Training()
+def drawn_ahead(training: Training, made: str, workers: int = 0) -> None:
+    """Two epochs of batches of which the next one is drawn before each is given."""
+    for _ in range(2):
+        for x in ahead(DataLoader(data(), 4, shuffle=True, num_workers=workers), MADE[made][0]):
+            training.step(x)
+
+
+def two_loaders(training: Training) -> None:
+    """Each forward has the ids of the loader that its input is from."""
     for (a, _), (b, _) in zip(DataLoader(data(), 3, shuffle=True), DataLoader(data(), 4, shuffle=True), strict=False):
         training.step(b, a)
+
+
+def accumulated(training: Training) -> None:
+    """Several batches a step."""
+    drawn = iter(DataLoader(data(), 2, shuffle=True))
+    for first, _ in drawn:
+        training.step(first, next(drawn, (first,))[0].double().float())
+
+
+def compiled(training: Training) -> None:
+    """The inputs that its graph gets are those of the batch."""
+    torch.compiler.reset()
+    model = torch.compile(training.model, backend="eager")
+    for x, y in DataLoader(data(), 4, shuffle=True):
+        training.optimizer.zero_grad()
+        functional.cross_entropy(model(x), y).backward()
+        training.optimizer.step()
+
+
+LOOPS: dict[str, tuple[Callable[[Training], None], dict[str, Any], list[int]]] = {
+    **{
+        f"drawn ahead, {made}, {workers} workers": (
+            functools.partial(drawn_ahead, made=made, workers=workers), {}, [*range(12)]
+        )
+        for made in ("as it is", "a view", "a copy")
+        for workers in (0, 2)
+        if made != "a view" or not workers
+    },
+    "two loaders": (two_loaders, {}, [step for step in range(6) for _ in range(2)]),
+    "steps left out": (accumulated, {"every": 3}, [0, 0, 3, 3]),
+    "compiled": (compiled, {}, [*range(6)]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_batches_that_are_drawn_ahead(loop: str) -> None:
+    """Each forward has the ids of its own batch, and not of the one that was drawn last; calls are of the inputs."""
+    run, settings, steps = LOOPS[loop]
+    training = Training(**settings)
+    run(training)
     assert ids(training.heard) == expected(training.heard)
+    assert [at for at, _, _ in ids(training.heard)] == steps
+
+
+def test_a_mixture_of_batches_has_no_ids() -> None:
+    """Of an input that is made of those of two loaders nothing is said."""
     training = Training()
     for (a, _), (b, _) in zip(DataLoader(data(), 3), DataLoader(data(), 4), strict=False):
         training.step(torch.cat((a, b)))
@@ -221,16 +262,6 @@ def test_parts_of_a_batch() -> None:
         whole.setdefault(at, []).extend(row)
     assert ids(training.heard) == [(at, call, whole[at]) for at, call, _ in expected(training.heard)]
     assert [call for _, call, _ in ids(training.heard)] == [0, 1, 0, 1, 0, 1]
-
-
-def test_accumulated_batches_and_steps_left_out() -> None:
-    """Several batches a step, of which every third is recorded; calls are those of the inputs."""
-    training = Training(every=3)
-    batches = iter(DataLoader(data(), 2, shuffle=True))
-    for first, _ in batches:
-        training.step(first, next(batches, (first,))[0].double().float())
-    assert ids(training.heard) == expected(training.heard)
-    assert [at for at, _, _ in ids(training.heard)] == [0, 0, 3, 3]
 
 
 @pytest.mark.parametrize("copied", [False, True])
@@ -386,16 +417,14 @@ def test_a_batch_of_many_tensors() -> None:
     batches = torch.arange(6 * 20 * 3.0).reshape(6, 20, 3)
     order = [3, 5, 0, 1, 2, 4]
     loader = DataLoader([[one, 0] for one in batches], batch_size=None, sampler=order)
-    for images in ahead(loader, lambda images: images.double().float()):
-        optimizer.zero_grad()
-        model(list(images)).sum().backward()
-        optimizer.step()
+    descend(optimizer, lambda images: model(list(images)).sum(), ahead(loader, lambda images: images.double().float()))
     assert ids(heard) == []  # what was computed from a batch
     listed = DataLoader([list(one) for one in batches], batch_size=None, sampler=order)
-    for images in ahead([[one] for one in listed], lambda images: [one.double().float() for one in images]):
-        optimizer.zero_grad()
-        model(images).sum().backward()
-        optimizer.step()
+    descend(
+        optimizer,
+        lambda images: model(images).sum(),
+        ahead([[one] for one in listed], lambda images: [one.double().float() for one in images]),
+    )
     assert [row for _, _, row in ids(heard)] == [[one] for one in order]
     exporter.detach()
 
@@ -463,48 +492,23 @@ def test_batches_are_not_kept() -> None:
     assert all(one() is None for one in kept)
 
 
-def trained(loader: Callable[[], DataLoader[Any]]) -> tuple[list[Tensor], Tensor]:
-    """The weights and the state of the generator after two epochs."""
-    torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 2))
-    optimizer = sgd(model, 1e-4)
-    exporter, _ = watch(model, optimizer, kinds=OF_BATCHES) if Watched.now else (None, None)
-    one = loader()
-    for _ in range(2):
-        for batch in one:
-            step(model, optimizer, inputs_of(batch).double().float())
-    if exporter is not None:
-        exporter.detach()
-    return [p.detach().clone() for p in model.parameters()], torch.get_rng_state()
-
-
-class Watched:
-    """Whether the training is observed."""
-
-    now = False
-
-
 @pytest.mark.parametrize("loader", ["shuffled", "two workers", "indices as one"])
-def test_the_training_is_the_same(loader: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_training_is_the_same(loader: str) -> None:
     """Weights and generators, to the bit."""
-    bare = trained(LOADERS[loader])
-    monkeypatch.setattr(Watched, "now", True)
-    seen = trained(LOADERS[loader])
-    assert all(torch.equal(a, b) for a, b in zip(bare[0], seen[0], strict=True))
-    assert torch.equal(bare[1], seen[1])
-
-
-def test_a_compiled_model() -> None:
-    """The inputs that its graph gets are those of the batch."""
-    torch.compiler.reset()
-    training = Training()
-    compiled = torch.compile(training.model, backend="eager")
-    for x, y in DataLoader(data(), 4, shuffle=True):
-        training.optimizer.zero_grad()
-        functional.cross_entropy(compiled(x), y).backward()
-        training.optimizer.step()
-    assert ids(training.heard) == expected(training.heard)
-    assert len(ids(training.heard)) == 6
+    ends = []
+    for watched in (False, True):
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 2))
+        optimizer = sgd(model, 1e-4)
+        exporter, _ = watch(model, optimizer, kinds=OF_BATCHES) if watched else (None, None)
+        batches = LOADERS[loader]()
+        for _ in range(2):
+            for batch in batches:
+                step(model, optimizer, inputs_of(batch).double().float())
+        if exporter is not None:
+            exporter.detach()
+        ends.append(list(ended(model, [optimizer]).items()))
+    assert alike(*ends)
 
 
 # -- the axis of the datapoints: of torch's own layers, of those around them, and what rows are kept----------
@@ -557,10 +561,7 @@ def record(path: Path, model: nn.Module, x: Tensor, y: Tensor, *, steps: int = 2
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     loss = nn.functional.cross_entropy
     with tracer.record(path, model, optimizer, capture=Capture(**capture), loss=loss):
-        for _ in range(steps):
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(x), y).backward()
-            optimizer.step()
+        descend(optimizer, lambda _: nn.functional.cross_entropy(model(x), y), range(steps))
 
 
 def messages(path: Path, step: int) -> dict[tuple[str, str | None, str], tracer.Message]:

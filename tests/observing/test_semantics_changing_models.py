@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import sys
 from collections.abc import Callable
@@ -13,49 +14,32 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrizations
 
 from tests import processes
 from tests.endings import same
-from tests.observing.oracles import batches, descended, like_mlp, mlp, of_mlp, simple, unchanged
+from tests.observing.oracles import OF_CALLS, batches, by_place, equal, mlp, simple, situation, unchanged, witnessed
 from tests.observing.recorded import data_of, find, only, sgd, watch
 from tests.recording.launching.recorded_programs import ENVIRONMENT, of, record, run, script, values
 from tracer import Capture, Collect, Exporter, Message, walking
 from tracer.messaging.messages import DATA_KINDS
 
 
-def test_weight_norm() -> None:
-    """weight_norm: the weight that the forward used, and its two originals with their gradients and updates."""
+def of_made(place: tuple[Any, ...]) -> bool:
+    """Whether something is of a weight that a parametrization makes, or of the modules that make it."""
+    return place[:2] in (("weights", "0"), ("weight_gradients", "0")) or (
+        place[0] in OF_CALLS and "parametrizations" in str(place[1])
+    )
+
+
+@pytest.mark.parametrize("wrap", [parametrizations.weight_norm, parametrizations.spectral_norm])
+def test_weight_norm(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    """weight_norm, spectral_norm: the weight that the training's forward used, and originals with all of theirs."""
 
     def make() -> nn.Module:
-        return nn.Sequential(parametrizations.weight_norm(nn.Linear(3, 2)))
+        return nn.Sequential(wrap(nn.Linear(3, 3)), nn.Linear(3, 2))
 
-    _, _, heard = unchanged(make, simple)
-    path = "0.parametrizations.weight.original"
-    for step in range(2):
-        g, v = (data_of(heard, "weights", f"{path}{number}")[step].requires_grad_() for number in range(2))
-        weight = g * v / v.norm(dim=1, keepdim=True)
-        torch.testing.assert_close(data_of(heard, "weights", "0")[step], weight.detach())
-        output = F.linear(batches(2)[step], weight, data_of(heard, "biases", "0")[step])
-        *expected_of_both, slope = torch.autograd.grad(output.square().sum(), [g, v, output])
-        torch.testing.assert_close(only(heard, "activations", "0", global_step=step), output.detach())
-        torch.testing.assert_close(only(heard, "layer_gradients", "0", global_step=step), slope)
-        for number, expected in enumerate(expected_of_both):
-            gradient = data_of(heard, "weight_gradients", f"{path}{number}")[step]
-            torch.testing.assert_close(gradient, expected)
-            torch.testing.assert_close(data_of(heard, "weight_updates", f"{path}{number}")[step], -0.1 * gradient)
-    assert not find(heard, "weight_updates", "0")
-    assert {one.key for one in heard.of("activations")} == {"0"}
-
-
-def test_spectral_norm() -> None:
-    """spectral_norm: told is the weight of the training forward; its buffers move as without a recorder."""
-
-    def make() -> nn.Module:
-        return nn.Sequential(parametrizations.spectral_norm(nn.Linear(3, 3)), nn.Linear(3, 2))
-
-    def train(model: nn.Module, optimizer: Any) -> list[tuple[Tensor, ...]]:
-        kept = []
+    def train(model: nn.Module, optimizer: Any) -> None:
         for x in batches(2):
             model.eval()
             with torch.no_grad():
@@ -63,39 +47,24 @@ def test_spectral_norm() -> None:
             model.train()
             optimizer.zero_grad()
             model(x).square().sum().backward()
-            before = [p.detach().clone() for p in model.parameters()]
             optimizer.step()
-            after = [p.detach().clone() for p in model.parameters()]
-            kept.append((*before, *(p.grad.clone() for p in model.parameters()), *after))
-        return kept
 
-    _, _, heard = unchanged(make, train)  # the buffers are in the state that it compares
-    torch.manual_seed(5)
-    reference = make()
-    names = [name for name, _ in reference.named_parameters()]
-    for step, moved in enumerate(train(reference, sgd(reference))):
-        before, gradients, after = (moved[start : start + len(names)] for start in (0, len(names), 2 * len(names)))
-        for name, old, gradient, new in zip(names, before, gradients, after, strict=True):
-            module, _, last = name.rpartition(".")
-            kind, key = ("bias" if last == "bias" else "weight"), (name if last.startswith("original") else module)
-            at = {"global_step": step}
-            assert same(only(heard, "biases" if kind == "bias" else "weights", key, **at), old), name
-            assert same(only(heard, f"{kind}_gradients", key, **at), gradient), name
-            assert same(only(heard, f"{kind}_updates", key, **at), new - old), name
-        original = before[names.index("0.parametrizations.weight.original")]
-        made = only(heard, "weights", "0", global_step=step)  # the original, divided by a number
-        torch.testing.assert_close(made * (original.norm() / made.norm()), original)
-    outputs, inputs = data_of(heard, "activations", "0", tag="default"), batches(2)
-    assert len(data_of(heard, "weights", "0")) == 2
-    for step, weight in enumerate(data_of(heard, "weights", "0")):
-        hidden = F.linear(inputs[step], weight, data_of(heard, "biases", "0")[step]).requires_grad_()
-        last = F.linear(hidden, *(only(heard, kind, "1", global_step=step) for kind in ("weights", "biases")))
-        slopes = torch.autograd.grad(last.square().sum(), [hidden, last])
-        assert same(outputs[step], hidden)
-        assert same(only(heard, "activations", "1", tag="default", global_step=step), last)
-        for module, slope in zip("01", slopes, strict=True):
-            assert same(only(heard, "layer_gradients", module, global_step=step), slope)
+    # the buffers, which the power iteration of spectral_norm moves, are in the state that it compares
+    _, _, heard = situation(make, train, but=of_made)
+    path = "0.parametrizations.weight.original"
+    assert len(data_of(heard, "weights", "0")) == len(data_of(heard, "weight_gradients", "0")) == 2
+    for step, made in enumerate(data_of(heard, "weights", "0")):
+        output = F.linear(batches(2)[step], made, data_of(heard, "biases", "0")[step])
+        assert same(only(heard, "activations", "0", tag="default", global_step=step), output)
+        if wrap is parametrizations.weight_norm:
+            g, v = (data_of(heard, "weights", f"{path}{number}")[step] for number in range(2))
+            torch.testing.assert_close(made, g * v / v.norm(dim=1, keepdim=True))
+        else:  # the original, divided by a number
+            original = data_of(heard, "weights", path)[step]
+            torch.testing.assert_close(made * (original.norm() / made.norm()), original)
+    assert not find(heard, "weight_updates", "0")
     assert {one.leaf for one in find(heard, "weights", "0")} == {""}
+    assert {one.key for one in heard.of("activations")} == {"0", "1"}
 
 
 def test_a_parametrized_weight_that_nobody_wants_is_not_copied() -> None:
@@ -109,29 +78,23 @@ def test_a_parametrized_weight_that_nobody_wants_is_not_copied() -> None:
         hooks.append(len(model[0].parametrizations.weight._forward_hooks))
         simple(model, optimizer)
 
-    trained, _, heard = unchanged(make, train, modules="1")
+    trained, _, heard = situation(make, train, but=lambda place: place[1] != "1", modules="1")
     model: Any = trained
-    assert hooks == [0, 0]
+    assert hooks[:2] == [0, 0]
     assert {one.key for one in heard.of("weights")} == {"1"}
-    descended(heard)
-    torch.manual_seed(5)
-    reference = make()
-    optimizer = sgd(reference)
-    for step, x in enumerate(batches(2)):
-        optimizer.zero_grad()
-        output = reference(x)
-        output.square().sum().backward()
-        assert same(only(heard, "activations", "1", global_step=step), output)
-        assert same(only(heard, "layer_gradients", "1", global_step=step), 2 * output)
-        assert same(only(heard, "weights", "1", global_step=step), reference.get_submodule("1").weight)
-        assert same(only(heard, "weight_gradients", "1", global_step=step), reference.get_submodule("1").weight.grad)
-        optimizer.step()
     exporter, _ = watch(model, sgd(model))
     assert "0" in exporter.parts.demand.paths_of("weights")
     assert "0" not in exporter.parts.demand.paths_of("weight_updates")
     exporter.detach()
     assert not model[0].parametrizations.weight._forward_hooks
-    parametrize.remove_parametrizations(model[0], "weight")
+
+
+def by_hand(model: nn.Module) -> None:
+    """Move the parameters without an optimizer."""
+    with torch.no_grad():
+        for one in model.parameters():
+            if one.grad is not None:
+                one.sub_(one.grad, alpha=0.1)
 
 
 @pytest.mark.parametrize("with_optimizer", [True, False])
@@ -143,36 +106,23 @@ def test_frozen_and_later_unfrozen_parameters(with_optimizer: bool) -> None:
         model[0].requires_grad_(False)
         return model
 
-    def train(model: Any, optimizer: Any) -> None:
+    def train(model: Any, optimizer: Any, with_optimizer: bool = with_optimizer) -> None:
         for number, x in enumerate(batches(4)):
             if number == 2:
                 model[0].requires_grad_(True)
             model.zero_grad()
             model(x).square().sum().backward()
-            if with_optimizer:
-                optimizer.step()
-            else:
-                with torch.no_grad():
-                    for p in model.parameters():
-                        if p.grad is not None:
-                            p.sub_(0.1 * p.grad)
+            optimizer.step() if with_optimizer else by_hand(model)
 
-    _, _, heard = unchanged(make, train, given=lambda optimizer: optimizer if with_optimizer else None)
+    if with_optimizer:
+        _, _, heard = situation(make, train)
+    else:
+        _, _, heard = unchanged(make, train, given=lambda _: None)
+        equal(by_place(heard), witnessed(make, functools.partial(train, with_optimizer=True)))
     assert [one.global_step for one in find(heard, "weights", "0")] == [0, 1, 2, 3]
     assert [bool(one.any()) for one in data_of(heard, "weight_updates", "0")] == [False, False, True, True]
     assert [one.global_step for one in find(heard, "weight_gradients", "0")] == [2, 3]
     assert [one.global_step for one in find(heard, "input_gradients", "1")] == [2, 3]
-    for step, x in enumerate(batches(4)):
-        for (kind, module), value in of_mlp(heard, x, step).items():
-            head = module == "2" and kind != "input_gradients"
-            if kind in ("layer_inputs", "activations") or head or step >= 2:
-                assert same(only(heard, kind, module, global_step=step), value), (kind, module, step)
-            else:  # before the frozen layer there is nothing to differentiate for
-                assert not find(heard, kind, module, global_step=step)
-    for gradient, update in zip(
-        data_of(heard, "weight_gradients", "0"), data_of(heard, "weight_updates", "0")[2:], strict=True
-    ):
-        torch.testing.assert_close(update, -0.1 * gradient)
 
 
 @pytest.mark.parametrize("with_optimizer", [True, False])
@@ -189,21 +139,20 @@ def test_a_replaced_parameter(with_optimizer: bool) -> None:
             if with_optimizer:
                 optimizer.step()
 
-    _, _, heard = unchanged(
-        lambda: nn.Linear(3, 2), train, given=lambda optimizer: optimizer if with_optimizer else None
-    )
+    make = lambda: nn.Linear(3, 2)  # noqa: E731
+    if with_optimizer:
+        _, _, heard = situation(make, train)
+    else:
+        _, _, heard = unchanged(make, train, given=lambda _: None)
+        assert not any(one.any() for one in data_of(heard, "weight_updates", ""))
+        for number, x in enumerate(batches(4)):
+            gradient = data_of(heard, "weight_gradients", "")[number]
+            torch.testing.assert_close(gradient, x.sum(0).expand(gradient.shape[0], 3))
+            weight, bias = (data_of(heard, kind, "")[number] for kind in ("weights", "biases"))
+            assert same(data_of(heard, "activations", "")[number], F.linear(x, weight, bias))
+            assert same(data_of(heard, "layer_gradients", "")[number], torch.ones(4, weight.shape[0]))
     assert [tuple(one.shape) for one in data_of(heard, "weights", "")] == [(2, 3), (2, 3), (5, 3), (5, 3)]
     assert same(data_of(heard, "weights", "")[2], torch.ones(5, 3))
-    for number, x in enumerate(batches(4)):
-        gradient = data_of(heard, "weight_gradients", "")[number]
-        torch.testing.assert_close(gradient, x.sum(0).expand(gradient.shape[0], 3))
-        weight, bias = (data_of(heard, kind, "")[number] for kind in ("weights", "biases"))
-        assert same(data_of(heard, "activations", "")[number], F.linear(x, weight, bias))
-        assert same(data_of(heard, "layer_gradients", "")[number], torch.ones(4, weight.shape[0]))
-    if with_optimizer:
-        descended(heard)
-    else:
-        assert not any(one.any() for one in data_of(heard, "weight_updates", ""))
     # without an optimizer a step lasts until the next forward, when the weight of step 1 is no longer there
     steps = [one.global_step for one in find(heard, "weight_updates", "")]
     assert steps == ([0, 1, 2, 3] if with_optimizer else [0, 2, 3])
@@ -239,34 +188,12 @@ def test_lazily_created_modules_and_parameters() -> None:
                 optimizer.add_param_group({"params": list(model.late.parameters())})
             optimizer.step()
 
-    model, _, heard = unchanged(Growing, train)
+    _, _, heard = situation(Growing, train, but=lambda place: place[1] == "" and place[2] == 2)
     assert [one.global_step for one in find(heard, "activations", "first")] == [0, 1, 2, 3]
     assert [one.global_step for one in find(heard, "activations", "late")] == [1, 2, 3]
     # before the optimizer's step the layer was there, so its parameters are told from the first step on
     assert [one.global_step for one in find(heard, "weight_updates", "late")] == [0, 1, 2, 3]
     assert [one.global_step for one in find(heard, "weights", "shift")] == [2, 3]
-    for step, x in enumerate(batches(4)):
-        at = {"global_step": step}
-        kinds = {"weights": "weight_gradients", "biases": "bias_gradients"}
-        leaves = {
-            (kind, name): only(heard, kind, name, **at).requires_grad_() for name in ("first", "late") for kind in kinds
-        }
-        hidden = F.linear(x, leaves["weights", "first"], leaves["biases", "first"])
-        last = F.linear(hidden, leaves["weights", "late"], leaves["biases", "late"])
-        output = last
-        if step >= 2:
-            leaves["weights", "shift"] = only(heard, "weights", "shift", **at).requires_grad_()
-            output = last + leaves["weights", "shift"]
-        slopes = torch.autograd.grad(output.square().sum(), [hidden, last, *leaves.values()])
-        seen = {"first": (hidden, slopes[0])} | ({"late": (last, slopes[1])} if step else {})
-        for name, (value, slope) in seen.items():
-            assert same(only(heard, "activations", name, **at), value), (name, step)
-            assert same(only(heard, "layer_gradients", name, **at), slope), (name, step)
-        for ((kind, name), leaf), slope in zip(leaves.items(), slopes[2:], strict=True):
-            assert same(only(heard, kinds[kind], name, **at), slope), (kind, name, step)
-            moved = leaf.detach().add(slope, alpha=-0.1) - leaf.detach()
-            assert same(only(heard, kinds[kind].replace("gradients", "updates"), name, **at), moved), (kind, name, step)
-    assert same(data_of(heard, "weights", "late")[3] + data_of(heard, "weight_updates", "late")[3], model.late.weight)
 
 
 def test_submodules_replaced_in_mid_run() -> None:
@@ -276,19 +203,18 @@ def test_submodules_replaced_in_mid_run() -> None:
     def train(model: Any, optimizer: Any) -> None:
         for number, x in enumerate(batches(4)):
             if number == 2:
-                kept[:] = [model[2]]
+                kept.append(model[2])
                 model[2] = nn.Linear(3, 5)
                 optimizer.param_groups[0]["params"] = list(model.parameters())
             optimizer.zero_grad()
             model(x).square().sum().backward()
             optimizer.step()
-        kept[0](torch.ones(1, 3))
+        kept[-1](torch.ones(1, 3))
 
-    _, exporter, heard = unchanged(mlp, train)
+    _, exporter, heard = situation(mlp, train, but=lambda place: place[2] == 4)
     assert [tuple(one.shape) for one in data_of(heard, "activations", "2")] == [(4, 2), (4, 2), (4, 5), (4, 5)]
     assert [tuple(one.shape) for one in data_of(heard, "weights", "2")] == [(2, 3), (2, 3), (5, 3), (5, 3)]
-    like_mlp(heard, batches(4), lr=0.1)
-    assert not kept[0]._forward_hooks
+    assert not kept[1]._forward_hooks
     assert exporter.silent == []
 
 
@@ -312,11 +238,9 @@ def test_ema_copies_and_saved_models(tmp_path: Path) -> None:
             one(batches(1)[0]).sum().backward()
 
     model, _, heard = unchanged(mlp, train)
-    assert [one.call for one in find(heard, "activations", "0")] == [0, 0]
-    like_mlp(heard, batches(2), lr=0.1)
-    x = batches(1)[0]
-    assert torch.equal(kept[1](x), model(x))
-    assert torch.equal(kept[2](x), model(x))
+    x, copies = batches(1)[0], kept[1:]
+    assert all(torch.equal(one(x), model(x)) for one in copies)
+    equal(by_place(heard), witnessed(mlp, simple))
 
 
 def test_buffers() -> None:
@@ -325,45 +249,19 @@ def test_buffers() -> None:
     def make() -> nn.Module:
         return nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.3), nn.Linear(3, 2))
 
-    _, _, heard = unchanged(make, simple)  # the buffers are in the state that it compares
-    assert {one.key for one in heard.of("weights")} == {"0", "1", "3"}
-
     def train(model: Any, optimizer: Any, run: Any) -> None:
         for x in batches(2):
             model(x).sum().backward()
             optimizer.step()
             run.log("running_mean", model[1].running_mean)
 
-    _, _, heard = unchanged(make, train, calls=True)
-    descended(heard)
+    _, _, heard = situation(make, train, calls=True)  # the buffers are in the state that it compares
+    assert {one.key for one in heard.of("weights")} == {"0", "1", "3"}
     hidden = data_of(heard, "activations", "0")
     first = 0.1 * hidden[0].mean(0)
     logged = data_of(heard, "running_mean")
     torch.testing.assert_close(logged[0], first)
     torch.testing.assert_close(logged[1], 0.9 * first + 0.1 * hidden[1].mean(0))
-    torch.manual_seed(5)
-    reference: Any = make()
-    optimizer = sgd(reference)
-    for step, x in enumerate(batches(2)):  # with statistics and a mask of its own
-        hidden = F.linear(x, reference[0].weight, reference[0].bias)
-        mean, variance = hidden.mean(0), hidden.var(0, unbiased=False)
-        normal = (hidden - mean) / (variance + 1e-5).sqrt() * reference[1].weight + reference[1].bias
-        kept = F.dropout(normal, 0.3)
-        output = F.linear(kept, reference[3].weight, reference[3].bias)
-        values = [hidden, normal, kept, output]
-        slopes = torch.autograd.grad(output.sum(), values, retain_graph=True)
-        output.sum().backward()
-        for name, value, slope in zip("0123", values, slopes, strict=True):
-            torch.testing.assert_close(only(heard, "activations", name, global_step=step), value.detach())
-            torch.testing.assert_close(
-                only(heard, "layer_gradients", name, global_step=step), slope, rtol=1e-4, atol=1e-6
-            )
-        for name in ("0", "1", "3"):
-            gradient = reference.get_submodule(name).weight.grad
-            torch.testing.assert_close(
-                only(heard, "weight_gradients", name, global_step=step), gradient, rtol=1e-4, atol=1e-6
-            )
-        optimizer.step()
 
 
 # -- modules whose classes define what PyTorch's own functions ask: they are recorded as any other, ----------

@@ -2,7 +2,7 @@
 
 The oracle is the same training in train mode: the mode changes nothing in a model without dropout and batch
 normalisation, so all messages are the same but for the event that tells the mode. For evaluations it is the same
-evaluation under ``torch.no_grad()``.
+evaluation under ``torch.no_grad()``. Then: what is recorded of structures, and of forwards that call no hooks.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from torch.utils.checkpoint import checkpoint
 
 import tracer
 from tests.endings import same
-from tests.observing.oracles import batches, descended, like_mlp, mlp, of_mlp, simple, unchanged
-from tests.observing.recorded import find, only, problems, sgd
+from tests.observing.oracles import OF_CALLS, batches, by_place, equal, mlp, simple, situation, unchanged, witnessed
+from tests.observing.recorded import data_of, descend, find, only, problems, sgd
 from tracer import Collect, Exporter
 from tracer.messaging.messages import KINDS
 from tracer.observing.guesses.optimizers import skipped_inside
@@ -87,10 +87,7 @@ def by_hand(model: nn.Module, optimizer: Any) -> None:
 
 def checkpointed(model: nn.Module, optimizer: Any) -> None:
     """The model in a reentrant checkpoint, whose first forward has no gradients."""
-    for x in batches(3):
-        optimizer.zero_grad()
-        checkpoint(model, x.requires_grad_(), use_reentrant=True).square().sum().backward()
-        optimizer.step()
+    descend(optimizer, lambda x: checkpoint(model, x.requires_grad_(), use_reentrant=True).square().sum(), batches(3))
 
 
 def lbfgs(model: nn.Module) -> torch.optim.LBFGS:
@@ -139,6 +136,20 @@ def test_evaluations_with_gradients(evaluating_first: bool, eval_mode: bool) -> 
     _, _, heard = unchanged(mlp, loop(contextlib.nullcontext))
     assert rows(heard) == rows(expected)
     assert len(heard.of("eval_mode")) == (3 if eval_mode else 0)
+
+
+def test_an_evaluation_between_backward_and_step() -> None:
+    """A pass without gradients there changes no message of the training."""
+
+    def train(model: nn.Module, optimizer: Any) -> None:
+        for x in batches(3):
+            optimizer.zero_grad()
+            model(x).square().sum().backward()
+            with torch.no_grad():
+                model(x + 1)
+            optimizer.step()
+
+    situation(mlp, train)
 
 
 def layered(probability: float = 0.5) -> nn.Module:
@@ -211,7 +222,8 @@ def test_an_evaluation_in_train_mode(
 # -- what is recorded of inputs and outputs that are structures, or of which only some are used --------------
 
 
-def test_lstm_and_gru() -> None:
+@pytest.mark.parametrize(("cls", "names"), [(nn.LSTM, ["0", "1.0", "1.1"]), (nn.GRU, ["0", "1"])])
+def test_lstm_and_gru(cls: Any, names: list[str]) -> None:
     """nn.LSTM, nn.GRU: each leaf of the output with its path, value and gradient, as autograd has them."""
 
     def train(model: nn.Module, optimizer: Any) -> None:
@@ -222,31 +234,9 @@ def test_lstm_and_gru() -> None:
             sum((part.square() * (number + 1)).sum() for number, part in enumerate(parts)).backward()
             optimizer.step()
 
-    for cls, names in ((nn.LSTM, ["0", "1.0", "1.1"]), (nn.GRU, ["0", "1"])):
-
-        def make(cls: Any = cls) -> nn.Module:
-            return cls(3, 4, batch_first=True)
-
-        _, _, heard = unchanged(make, train)
-        torch.manual_seed(5)
-        reference = make()
-        optimizer = sgd(reference)
-        for step, x in enumerate(batches(2, (2, 5, 3))):
-            output, state = reference(x)
-            parts = [output, *(state if isinstance(state, tuple) else [state])]
-            loss = sum((part.square() * (number + 1)).sum() for number, part in enumerate(parts))
-            gradients = torch.autograd.grad(loss, [*parts, *reference.parameters()])
-            assert [one.leaf for one in find(heard, "activations", "", global_step=step)] == names
-            for name, part, gradient in zip(names, parts, gradients, strict=False):
-                assert same(only(heard, "activations", "", leaf=name, global_step=step), part)
-                assert same(only(heard, "layer_gradients", "", leaf=name, global_step=step), gradient)
-            for (name, parameter), gradient in zip(reference.named_parameters(), gradients[len(parts) :], strict=True):
-                kind = "bias" if "bias" in name else "weight"
-                assert same(only(heard, f"{kind}_gradients", name, global_step=step), gradient)
-                moved = parameter.detach().add(gradient, alpha=-0.1) - parameter
-                assert same(only(heard, f"{kind}_updates", name, global_step=step), moved)
-                parameter.grad = gradient
-            optimizer.step()
+    _, _, heard = situation(lambda: cls(3, 4, batch_first=True), train)
+    for kind in ("activations", "layer_gradients"):
+        assert sorted(one.leaf for one in find(heard, kind, "", global_step=1)) == names
 
 
 class Fields(NamedTuple):
@@ -310,11 +300,11 @@ def test_structured_outputs_and_keyword_inputs(form: str) -> None:
     assert same(only(heard, "activations", "", leaf=names[0]), y)
     assert same(only(heard, "activations", "", leaf=names[1]), second.long() if form == "integers" else second)
     # the first leaf is the tensor from which the second is made, so it has the gradient of both uses
-    gradients = {one.leaf: one.data for one in find(heard, "layer_gradients", "")}
     both = form != "integers"
-    expected = {names[0]: torch.full((4, 2), 9.0 if both else 3.0)}
-    if both:
-        expected[names[1]] = torch.full((4, 2), 3.0)
+    expected = {
+        name: torch.full((4, 2), value) for name, value in zip(names, (9.0, 3.0) if both else (3.0,), strict=False)
+    }
+    gradients = {one.leaf: one.data for one in find(heard, "layer_gradients", "")}
     assert gradients.keys() == expected.keys()
     assert all(same(gradients[name], value) for name, value in expected.items() if gradients[name] is not None)
     for kind, module in (("layer_inputs", ""), ("input_data", None)):
@@ -323,7 +313,6 @@ def test_structured_outputs_and_keyword_inputs(form: str) -> None:
     assert same(only(heard, "layer_inputs", "", leaf="mask"), mask)
     assert same(only(heard, "weight_gradients", "layer"), expected[names[0]].T @ (x * mask))
     assert same(only(heard, "bias_gradients", "layer"), expected[names[0]].sum(0))
-    descended(heard)
 
 
 class Splitting(nn.Module):
@@ -341,32 +330,15 @@ def test_an_output_that_nothing_uses() -> None:
     """Of two outputs of one node, the one that the loss does not depend on has no gradient; the other has its own."""
 
     def train(model: nn.Module, optimizer: Any) -> None:
-        for x in batches(2):
-            optimizer.zero_grad()
-            model(x)[1].square().sum().backward()
-            optimizer.step()
+        descend(optimizer, lambda x: model(x)[1].square().sum(), batches(2))
 
     _, exporter, heard = unchanged(Splitting, train)
     assert not exporter.problems
     assert [one.leaf for one in find(heard, "activations", "")] == []  # it has no parameters, and is no leaf
-    _, exporter, heard = unchanged(Splitting, train, modules="*")
+    _, exporter, heard = situation(Splitting, train, modules="*")
     assert not exporter.problems
     assert [one.leaf for one in find(heard, "activations", "")] == ["0", "1"] * 2
     assert [one.leaf for one in find(heard, "layer_gradients", "")] == ["1"] * 2
-    descended(heard)
-    for step, x in enumerate(batches(2)):
-        at = {"global_step": step}
-        w, b = (only(heard, kind, "inner", **at).requires_grad_() for kind in ("weights", "biases"))
-        whole = F.linear(x, w, b)
-        parts = whole.split(2, 1)
-        slopes = torch.autograd.grad(parts[1].square().sum(), [whole, parts[1], w, b])
-        for number in range(2):
-            assert same(only(heard, "activations", "", leaf=str(number), **at), parts[number])
-        assert same(only(heard, "activations", "inner", **at), whole)
-        assert same(only(heard, "layer_gradients", "inner", **at), slopes[0])
-        assert same(only(heard, "layer_gradients", "", leaf="1", **at), slopes[1])
-        assert same(only(heard, "weight_gradients", "inner", **at), slopes[2])
-        assert same(only(heard, "bias_gradients", "inner", **at), slopes[3])
 
 
 class Opaque:
@@ -395,38 +367,19 @@ def test_an_output_that_is_not_looked_into_is_told() -> None:
         optimizer.step()
 
     with pytest.warns(RuntimeWarning, match="no object of the class Opaque is looked into"):
-        _, _, heard = unchanged(Hiding, train, modules="*", strict=False)
-    output = F.linear(batches(1)[0], only(heard, "weights", "layer"), only(heard, "biases", "layer"))
-    assert same(only(heard, "activations", "layer"), output)
-    assert same(only(heard, "layer_gradients", "layer"), 2 * output)
-    assert same(only(heard, "weight_gradients", "layer"), (2 * output).T @ batches(1)[0])
-    assert same(only(heard, "bias_gradients", "layer"), (2 * output).sum(0))
-    descended(heard)
+        _, _, heard = situation(Hiding, train, modules="*", strict=False)
     assert not find(heard, "activations", "")
+    assert find(heard, "activations", "layer")
 
 
-def test_smaller_last_batch(tmp_path: Path) -> None:
+def test_smaller_last_batch() -> None:
     """A smaller last batch is recorded in its own shape, equal to the forward of its weights."""
-    sizes = (4, 4, 1)
-    inputs = [batches(1, (size, 3))[0] for size in sizes]
 
     def train(model: nn.Module, optimizer: Any) -> None:
-        for x in inputs:
-            optimizer.zero_grad()
-            model(x).square().sum().backward()
-            optimizer.step()
+        descend(optimizer, lambda size: model(batches(1, (size, 3))[0]).square().sum(), (4, 4, 1))
 
-    _, _, heard = unchanged(lambda: nn.Linear(3, 2), train, path=tmp_path / "run.h5")
-    kinds = ("activations", "layer_gradients", "weights", "biases", "weight_gradients")
-    descended(heard)  # which the trace has to the bit
-    with tracer.open(tmp_path / "run.h5") as trace:
-        read = {kind: trace.array(kind, "")[1] for kind in kinds}
-    assert [len(one) for one in read["activations"]] == list(sizes)
-    for x, output, gradient, weight, bias, own in zip(inputs, *read.values(), strict=True):
-        expected = F.linear(x, torch.as_tensor(weight), torch.as_tensor(bias))
-        assert same(torch.as_tensor(output), expected)
-        assert same(torch.as_tensor(gradient), 2 * expected)
-        assert same(torch.as_tensor(own), (2 * expected).T @ x)
+    _, _, heard = situation(lambda: nn.Linear(3, 2), train)
+    assert [len(one) for one in data_of(heard, "activations", "")] == [4, 4, 1]
 
 
 # -- what is recorded of forwards that call no hooks, or that are none of the training -----------------------
@@ -445,29 +398,19 @@ def test_script_modules(whole: bool, tmp_path: Path) -> None:
             scripted: nn.Module = torch.jit.script(nn.Sequential(nn.Linear(3, 3)))
         return scripted if whole else nn.Sequential(scripted, nn.Linear(3, 2))
 
+    def plainly() -> nn.Module:
+        layer = nn.Sequential(nn.Linear(3, 3))
+        return layer if whole else nn.Sequential(layer, nn.Linear(3, 2))
+
     path = tmp_path / "run.zarr"
-    with pytest.warns(RuntimeWarning, match="a ScriptModule takes no hooks"):
-        _, _, heard = unchanged(make, simple, path=path, strict=False)
     name = "0" if whole else "0.0"
-    for step, x in enumerate(batches(2)):
-        at = {"global_step": step}
-        modules = [name] if whole else [name, "1"]
-        leaves = [only(heard, kind, one, **at).requires_grad_() for one in modules for kind in ("weights", "biases")]
-        inner = F.linear(x, *leaves[:2])
-        output = inner if whole else F.linear(inner, *leaves[2:])
-        of_inner, of_output, *gradients = torch.autograd.grad(output.square().sum(), [inner, output, *leaves])
-        for number, one in enumerate(modules):
-            weight, gradient = leaves[2 * number], gradients[2 * number]
-            assert same(only(heard, "weight_gradients", one, **at), gradient)
-            assert same(only(heard, "bias_gradients", one, **at), gradients[2 * number + 1])
-            assert same(only(heard, "weight_updates", one, **at), weight.add(gradient, alpha=-0.1) - weight)
-        if not whole:
-            assert same(only(heard, "layer_inputs", "1", **at), inner)
-            assert same(only(heard, "input_gradients", "1", **at), of_inner)
-            assert same(only(heard, "activations", "1", **at), output)
-            assert same(only(heard, "layer_gradients", "1", **at), of_output)
-            assert same(only(heard, "network_output", **at), output)
-    for kind in ("activations", "layer_gradients"):
+    outer = ("input_data", "network_output") if whole else ()
+    with pytest.warns(RuntimeWarning, match="a ScriptModule takes no hooks"):
+        _, _, heard = situation(
+            make, simple, path=path, strict=False, plain=(plainly, simple),
+            but=lambda place: (place[0] in OF_CALLS and place[1] == name) or place[0] in outer,
+        )  # fmt: skip
+    for kind in OF_CALLS:
         assert {one.key for one in heard.of(kind)} == (set() if whole else {"1"})
     with tracer.open(path) as trace:
         assert any("ScriptModule" in note["problem"]["why"] for note in trace.notes if "problem" in note)
@@ -569,7 +512,7 @@ def test_direct_forward(tmp_path: Path) -> None:
         def forward(self, x: Tensor) -> Any:
             return self.unseen.forward(self.seen(x))
 
-    _, exporter, heard = unchanged(Direct, simple, path=tmp_path / "run.zarr")
+    _, exporter, heard = situation(Direct, simple, path=tmp_path / "run.zarr")
     assert not exporter.problems
     with tracer.open(tmp_path / "run.zarr") as trace:
         assert [note["silent"] for note in trace.notes if "silent" in note] == [["unseen"]]
@@ -577,39 +520,7 @@ def test_direct_forward(tmp_path: Path) -> None:
     assert re.search(r"silent +never called, so nothing was seen of them: unseen\n", info.output), info.output
     for kind in ("layer_inputs", "activations", "layer_gradients"):
         assert {one.key for one in heard.of(kind)} == {"seen"}
-    for step, x in enumerate(batches(2)):
-        at = {"global_step": step}
-        leaves = [
-            only(heard, kind, one, **at).requires_grad_()
-            for one in ("seen", "unseen")
-            for kind in ("weights", "biases")
-        ]
-        hidden = F.linear(x, *leaves[:2])
-        output = F.linear(hidden, *leaves[2:])
-        slope, *gradients = torch.autograd.grad(output.square().sum(), [hidden, *leaves])
-        assert same(only(heard, "activations", "seen", **at), hidden)
-        assert same(only(heard, "layer_gradients", "seen", **at), slope)
-        assert same(only(heard, "network_output", **at), output)
-        for number, one in enumerate(("seen", "unseen")):
-            weight, gradient = leaves[2 * number], gradients[2 * number]
-            assert same(only(heard, "weight_gradients", one, **at), gradient)
-            assert same(only(heard, "bias_gradients", one, **at), gradients[2 * number + 1])
-            assert same(only(heard, "weight_updates", one, **at), weight.add(gradient, alpha=-0.1) - weight)
-
-
-def test_data_parallel() -> None:
-    """nn.DataParallel (on a CPU it passes through): the module inside is observed, and names have no ``module.``.
-
-    All that is told is what is told of the module by itself, and its numbers are autograd's.
-    """
-    _, _, heard = unchanged(lambda: nn.DataParallel(mlp()), simple)
-    _, _, alone = unchanged(mlp, simple)
-    assert len(heard) == len(alone)
-    for one, other in zip(heard, alone, strict=True):
-        assert (one.kind, one.key, one.global_step, one.call) == (other.kind, other.key, other.global_step, other.call)
-        assert (one.data is None and other.data is None) or same(one.data, other.data)
-    assert {one.key for one in heard.of("layer_gradients")} == {"0", "1", "2"}
-    like_mlp(heard, batches(2), lr=0.1)
+    assert {one.key for one in heard.of("weight_gradients")} == {"seen", "unseen"}
 
 
 def test_cuda_graphs_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -629,13 +540,16 @@ def test_cuda_graphs_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
             model(x).as_subclass(Tensor).square().sum().backward()
             optimizer.step()
 
+    def doubled(model: nn.Module, optimizer: Any) -> None:
+        descend(optimizer, lambda x: (model(x) * 2).square().sum(), batches(2))
+
     with pytest.warns(RuntimeWarning, match="while a CUDA graph is captured"):
         _, exporter, heard = unchanged(lambda: mlp().append(Moving()), train, strict=False)
     assert [one.global_step for one in find(heard, "activations", "3")] == [0]
     assert "activations of '3': while a CUDA graph is captured" in problems(exporter)
-    x = batches(1)[0]
-    for (kind, module), value in of_mlp(heard, x, 0, lambda output: (output * 2).square().sum(), lr=0.1).items():
-        assert same(only(heard, kind, module, global_step=0), value), (kind, module)
+    recorded = {place: one for place, one in by_place(heard).items() if place[1] not in ("3", None)}
+    seen = witnessed(mlp, doubled)
+    equal(recorded, {place: one for place, one in seen.items() if place[1] is not None})
     assert same(only(heard, "activations", "3").as_subclass(Tensor), 2 * only(heard, "activations", "2", global_step=0))
     # nor is a fused optimizer asked whether it has moved, which would wait for the device
     optimizer = sgd(mlp())
@@ -654,5 +568,4 @@ def test_a_recorded_module_cannot_be_made_a_graph() -> None:
                 torch.cuda.make_graphed_callables(model, (batches(1)[0],))
         simple(model, optimizer)
 
-    _, _, heard = unchanged(mlp, train, calls=True)  # the refusal leaves the training and the recording as they are
-    like_mlp(heard, batches(2), lr=0.1)
+    situation(mlp, train, calls=True)  # the refusal leaves the training and the recording as they are

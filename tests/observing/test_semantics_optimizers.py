@@ -11,15 +11,26 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from click.testing import CliRunner
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import tracer
 from tests.endings import InBackward, same
-from tests.observing.oracles import GAN, batches, like_mlp, mlp, of_mlp, simple, unchanged
-from tests.observing.recorded import data_of, find, only, problems, sgd
+from tests.observing.oracles import (
+    GAN,
+    OF_CALLS,
+    OF_PARAMETERS,
+    batches,
+    by_place,
+    equal,
+    mlp,
+    simple,
+    situation,
+    unchanged,
+    witnessed,
+)
+from tests.observing.recorded import data_of, descend, find, only, problems, sgd
 from tracer import Collect, Exporter
 from tracereel.main import main
 
@@ -29,7 +40,6 @@ def test_lbfgs_closures() -> None:
 
     The gradient of a step is the one of its last evaluation, which is what the optimizer leaves behind.
     """
-    seen: list[list[tuple[Tensor, ...]]] = []
 
     def train(model: nn.Module, optimizer: Any) -> None:
         x = batches(1)[0]
@@ -43,43 +53,14 @@ def test_lbfgs_closures() -> None:
         for _ in range(2):
             optimizer.step(closure)
 
-    def by_hand(model: nn.Linear, optimizer: Any) -> None:
-        x = batches(1)[0]
-
-        def closure() -> Tensor:
-            output = F.linear(x, model.weight, model.bias)
-            loss = (output - 1).square().sum()
-            parts = torch.autograd.grad(loss, [output, model.weight, model.bias])
-            model.weight.grad, model.bias.grad = (one.clone() for one in parts[1:])
-            seen[-1].append((output.detach().clone(), *parts, model.weight.detach().clone()))
-            return loss
-
-        for _ in range(2):
-            seen.append([])
-            optimizer.step(closure)
-
     make_optimizer = lambda model: torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=3)  # noqa: E731
-    model, _, heard = unchanged(lambda: nn.Linear(3, 2), train, make_optimizer)
-    torch.manual_seed(5)
-    by_hand(reference := nn.Linear(3, 2), make_optimizer(reference))
-    for whole, kind in (("weights", "weight"), ("biases", "bias")):
-        assert same(getattr(reference, kind), getattr(model, kind))
-        before, updates = data_of(heard, whole, ""), data_of(heard, f"{kind}_updates", "")
-        assert same(updates[0], before[1] - before[0])
-        assert same(updates[1], getattr(model, kind) - before[1])
-    weights = data_of(heard, "weights", "")
-    for step, evaluations in enumerate(seen):
-        assert len(evaluations) > 1
-        for kind in ("activations", "layer_gradients"):
-            assert [m.call for m in find(heard, kind, "", global_step=step)] == list(range(len(evaluations)))
-        for call, (output, slope, *_) in enumerate(evaluations):
-            assert same(only(heard, "activations", "", global_step=step, call=call), output)
-            assert same(only(heard, "layer_gradients", "", global_step=step, call=call), slope)
-        *_, of_weight, of_bias, _ = evaluations[-1]
-        assert same(only(heard, "weight_gradients", "", global_step=step), of_weight)
-        assert same(only(heard, "bias_gradients", "", global_step=step), of_bias)
-        assert same(weights[step], evaluations[0][-1])
-        assert not same(evaluations[0][2], of_weight)
+    _, _, heard = situation(lambda: nn.Linear(3, 2), train, make_optimizer)
+    for step in range(2):
+        calls = [m.call for m in find(heard, "activations", "", global_step=step)]
+        assert calls == list(range(len(calls)))
+        assert len(calls) > 1
+        first = data_of(heard, "layer_gradients", "", global_step=step)[0].sum(0)
+        assert not same(first, only(heard, "bias_gradients", "", global_step=step))
 
 
 class SAM:
@@ -111,29 +92,7 @@ def test_sam() -> None:
         for x in batches(2):
             optimizer.step(lambda x=x: model(x).square().sum())
 
-    model, _, heard = unchanged(lambda: nn.Linear(3, 2), train, SAM, lambda optimizer: optimizer.base)
-    torch.manual_seed(5)
-    reference = nn.Linear(3, 2)
-    w, b = reference.weight.detach(), reference.bias.detach()
-    for step, x in enumerate(batches(2)):
-        assert same(only(heard, "weights", "", global_step=step), w)
-        at = w, b
-        for call in range(2):
-            w2, b2 = (one.clone().requires_grad_() for one in at)
-            output = F.linear(x, w2, b2)
-            slope, gw, gb = torch.autograd.grad(output.square().sum(), [output, w2, b2])
-            assert same(only(heard, "activations", "", global_step=step, call=call), output)
-            assert same(only(heard, "layer_gradients", "", global_step=step, call=call), slope)
-            at = w + 0.05 * gw, b + 0.05 * gb
-        assert same(only(heard, "weight_gradients", "", global_step=step), gw)
-        assert same(only(heard, "bias_gradients", "", global_step=step), gb)
-        assert same(only(heard, "biases", "", global_step=step), b)
-        after = w.add(gw, alpha=-0.1), b.add(gb, alpha=-0.1)
-        assert same(only(heard, "weight_updates", "", global_step=step), after[0] - w)
-        assert same(only(heard, "bias_updates", "", global_step=step), after[1] - b)
-        w, b = after
-    assert same(w, model.weight)
-    assert same(b, model.bias)
+    _, _, heard = situation(lambda: nn.Linear(3, 2), train, SAM, given=lambda optimizer: optimizer.base)
     assert [one.global_step for one in heard.of("batch_finished")] == [0, 1]
 
 
@@ -190,19 +149,11 @@ def test_an_optimizer_that_never_steps_is_told() -> None:
         simple(model, both[1], 3)
 
     with pytest.warns(RuntimeWarning, match="was never called, so everything is of one step"):
-        _, _, heard = unchanged(
-            lambda: nn.Linear(3, 2), train, lambda model: (sgd(model), sgd(model)), lambda both: both[0], strict=False
-        )
+        _, _, heard = situation(
+            lambda: nn.Linear(3, 2), train, lambda model: (sgd(model), sgd(model)), given=lambda both: both[0],
+            kinds=OF_CALLS, strict=False,
+        )  # fmt: skip
     assert [one.call for one in find(heard, "activations", "")] == [0, 1, 2]
-    torch.manual_seed(5)
-    reference = nn.Linear(3, 2)
-    for call, x in enumerate(batches(3)):
-        output = F.linear(x, reference.weight, reference.bias)
-        slope, *slopes = torch.autograd.grad(output.square().sum(), [output, reference.weight, reference.bias])
-        assert same(only(heard, "activations", "", call=call), output)
-        assert same(only(heard, "layer_gradients", "", call=call), slope)
-        for p, gradient in zip(reference.parameters(), slopes, strict=True):
-            p.data.add_(gradient, alpha=-0.1)
     assert not heard.of("batch_finished")
 
 
@@ -222,34 +173,7 @@ def test_gan_with_two_optimizers() -> None:
             (-model(z).mean()).backward()
             generator.step()
 
-    _, _, heard = unchanged(GAN, train, optimizers)
-    torch.manual_seed(5)
-    reference: Any = GAN()
-    rates = {"critic": 0.1, "generator": 0.2}
-    now = {name: [p.detach() for p in reference.get_submodule(name).parameters()] for name in rates}
-    for step, (x, z) in enumerate(zip(batches(2), batches(2, (4, 2)), strict=True)):
-        for name in ("critic", "generator"):
-            leaves = {one: [p.clone().requires_grad_() for p in now[one]] for one in rates}  # the critic moves first
-            made = F.linear(z, *leaves["generator"])
-            if name == "critic":
-                outputs = {0: F.linear(made.detach(), *leaves["critic"]), 1: F.linear(x, *leaves["critic"])}
-                loss = outputs[0].mean() - outputs[1].mean()
-            else:
-                outputs = {2: F.linear(made, *leaves["critic"])}
-                loss = -outputs[2].mean()
-                slope = torch.autograd.grad(loss, [made], retain_graph=True)[0]
-                assert same(only(heard, "layer_gradients", "generator", global_step=step), slope)
-            slopes = torch.autograd.grad(loss, [*leaves[name], *outputs.values()])
-            for (call, output), slope in zip(outputs.items(), slopes[2:], strict=True):
-                assert same(only(heard, "activations", "critic", global_step=step, call=call), output)
-                assert same(only(heard, "layer_gradients", "critic", global_step=step, call=call), slope)
-            for place, kind in enumerate(("weight", "bias")):
-                before = now[name][place]
-                now[name][place] = before.add(slopes[place], alpha=-rates[name])
-                whole = {"weight": "weights", "bias": "biases"}[kind]
-                assert same(only(heard, whole, name, global_step=step), before)
-                assert same(only(heard, f"{kind}_gradients", name, global_step=step), slopes[place])
-                assert same(only(heard, f"{kind}_updates", name, global_step=step), now[name][place] - before)
+    _, _, heard = situation(GAN, train, optimizers)
     for kind in ("weights", "weight_gradients", "weight_updates"):
         assert [(one.key, one.global_step) for one in heard.of(kind)] == [
             (name, step) for step in range(2) for name in ("generator", "critic")
@@ -282,8 +206,7 @@ def test_fused_optimizer(kind: str) -> None:
         more = {"momentum": 0.9} if kind == "SGD" else {}
         return getattr(torch.optim, kind)(model.parameters(), lr=0.01, weight_decay=0.1, fused=True, **more)
 
-    model, _, heard = unchanged(mlp, lambda *given: simple(*given, 3), make_optimizer)
-    like_mlp(heard, batches(3))
+    model, _, heard = situation(mlp, lambda *given: simple(*given, 3), make_optimizer)
     for at in "02":
         weights, updates = data_of(heard, "weights", at), data_of(heard, "weight_updates", at)
         weights.append(model.get_submodule(at).weight.detach())
@@ -403,6 +326,7 @@ OF_ALL_KINDS = {
     "muon": lambda model: torch.optim.Muon(model.parameters(), lr=0.1),
     "own": lambda model: SignDescent(model.parameters(), lr=0.125),
     "adam": lambda model: torch.optim.Adam(model.parameters(), lr=0.1),
+    "adamw, at once": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, foreach=True),
     "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
 }
 
@@ -420,45 +344,23 @@ def test_optimizers_of_all_kinds_and_compiled_steps(kind: str, compiled: str) ->
     """Weights, gradients and updates of each step are those of the loop, also where ``step`` is compiled."""
     if kind == "muon" and not hasattr(torch.optim, "Muon"):
         pytest.skip("this torch has no Muon")
-    seen: list[dict[str, tuple[Tensor, Tensor, Tensor]]] = []
 
     def train(model: nn.Module, optimizer: Any) -> None:
         def around() -> None:
             optimizer.step()
 
         torch._dynamo.reset()
-        step = optimizer.step if compiled == "no" else optimizer.step if compiled == "step" else around
+        step = around if compiled == "around it" else optimizer.step
         step = step if compiled == "no" else torch.compile(step, backend="eager")
-        seen.clear()
         for x in batches(3):
             optimizer.zero_grad()
             model(x).square().sum().backward()
-            before = {name: one.detach().clone() for name, one in model.named_parameters()}
             step()
-            moved = {name: one.detach() - before[name] for name, one in model.named_parameters()}
-            seen.append({name: (before[name], one.grad.clone(), moved[name]) for name, one in model.named_parameters()})
 
-    _, exporter, heard = unchanged(matrices, train, OF_ALL_KINDS[kind])
+    _, exporter, _ = situation(matrices, train, OF_ALL_KINDS[kind])
     torch._dynamo.reset()
     assert exporter.global_step == 3
     assert not exporter.problems
-    for step, x in enumerate(batches(3)):
-        leaves = [seen[step][name][0].requires_grad_() for name in ("0.weight", "2.weight")]
-        values = [F.linear(x, leaves[0])]
-        values.append(torch.tanh(values[0]))
-        values.append(F.linear(values[1], leaves[1]))
-        *slopes, first, last = torch.autograd.grad(values[2].square().sum(), [*values, *leaves])
-        for module, value, slope in zip("012", values, slopes, strict=True):
-            assert same(only(heard, "activations", module, global_step=step), value)
-            assert same(only(heard, "layer_gradients", module, global_step=step), slope)
-        for module, slope in (("0", first), ("2", last)):
-            assert same(only(heard, "weight_gradients", module, global_step=step), slope)
-    for module in ("0", "2"):
-        for place, what in enumerate(("weights", "weight_gradients", "weight_updates")):
-            found = data_of(heard, what, module)
-            assert len(found) == 3
-            for step, data in enumerate(found):
-                assert same(data, seen[step][f"{module}.weight"][place]), (module, what, step)
 
 
 def test_clipping() -> None:
@@ -468,23 +370,18 @@ def test_clipping() -> None:
         for x in batches(2):
             optimizer.zero_grad()
             (100 * model(x)).sum().backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            assert nn.utils.clip_grad_norm_(model.parameters(), 1.0) > 1
             optimizer.step()
 
-    _, _, heard = unchanged(mlp, train)
-    for step, x in enumerate(batches(2)):
-        expected = of_mlp(heard, x, step, lambda output: (100 * output).sum())
-        own = {place: value for place, value in expected.items() if place[0] in ("weight_gradients", "bias_gradients")}
-        norm = torch.cat([one.flatten() for one in own.values()]).norm()
-        assert norm > 1
-        for (kind, module), value in expected.items():
-            got = only(heard, kind, module, global_step=step)
-            if (kind, module) in own:
-                torch.testing.assert_close(got, value / norm)
-                moved = only(heard, kind.replace("gradients", "updates"), module, global_step=step)
-                torch.testing.assert_close(moved, -0.1 * value / norm, rtol=1e-4, atol=1e-6)
-            else:
-                assert same(got, value), (kind, module)
+    _, _, heard = situation(mlp, train)
+    for step in range(2):
+        gradients = [
+            only(heard, kind, module, global_step=step).flatten()
+            for kind in ("weight_gradients", "bias_gradients")
+            for module in "02"
+        ]
+        torch.testing.assert_close(torch.cat(gradients).norm(), torch.tensor(1.0))
+        assert same(only(heard, "layer_gradients", "2", global_step=step), torch.full((4, 2), 100.0))
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
@@ -504,20 +401,21 @@ def test_optimizer_in_backward(checkpointed: bool) -> None:
             else:
                 model(x).square().sum().backward()
 
-    model, exporter, heard = unchanged(mlp, train, make_optimizer, lambda optimizer: optimizer.each.values())
+    _, exporter, heard = unchanged(mlp, train, make_optimizer, lambda optimizer: optimizer.each.values())
     assert exporter.global_step == 3
     assert [one.global_step for one in heard.of("batch_finished")] == [0, 1, 2]
-    for module in ("0", "2"):
-        assert [one.global_step for one in find(heard, "weight_gradients", module)] == [0, 1, 2]
-        weights, updates = data_of(heard, "weights", module), data_of(heard, "weight_updates", module)
-        gradients = data_of(heard, "weight_gradients", module)
-        assert same(updates[0], weights[1] - weights[0])
-        assert same(updates[2], model.get_submodule(module).weight - weights[2])
-        momentum = gradients[0]
-        for step in range(3):
-            momentum = momentum.mul(0.5).add(gradients[step]) if step else momentum
-            assert same(updates[step], weights[step].add(momentum, alpha=-0.1) - weights[step])
-    like_mlp(heard, batches(3))
+    like_momentum(heard, 3, checkpointed)
+
+
+def like_momentum(heard: Collect, steps: int, needed: bool = False) -> None:
+    """All is recorded as of one optimizer for all parameters."""
+
+    def train(model: nn.Module, optimizer: Any) -> None:
+        descend(optimizer, lambda x: model(x.requires_grad_(needed)).square().sum(), batches(steps))
+
+    seen = witnessed(mlp, train, lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5))
+    kinds = (*OF_CALLS, *OF_PARAMETERS)
+    equal(by_place(heard, kinds), {place: one for place, one in seen.items() if place[0] in kinds})
 
 
 def test_the_step_of_an_optimizer_in_backward_ends_where_it_is_asked_for() -> None:
@@ -538,12 +436,7 @@ def test_the_step_of_an_optimizer_in_backward_ends_where_it_is_asked_for() -> No
 
     _, _, heard = unchanged(mlp, train, InBackward, lambda optimizer: optimizer.each.values(), calls=True)
     assert [one.global_step for one in heard.of("batch_finished")] == [0, 1]
-    like_mlp(heard, batches(2))
-    for module in "02":
-        weights, gradients = data_of(heard, "weights", module), data_of(heard, "weight_gradients", module)
-        moves = gradients[0], gradients[0].mul(0.5).add(gradients[1])  # with momentum
-        for weight, move, update in zip(weights, moves, data_of(heard, "weight_updates", module), strict=True):
-            assert same(update, weight.add(move, alpha=-0.1) - weight)
+    like_momentum(heard, 2)
 
 
 class Counting(torch.optim.SGD):
@@ -566,9 +459,8 @@ def test_subclassed_optimizers_and_schedulers() -> None:
         optimizer.zero_grad()
         optimizer.step()
 
-    _, _, heard = unchanged(mlp, train, lambda model: Counting(model.parameters(), lr=0.1))
+    _, _, heard = situation(mlp, train, lambda model: Counting(model.parameters(), lr=0.1))
     assert [one.global_step for one in heard.of("batch_finished")] == [0, 1, 2]
-    like_mlp(heard, batches(2))
     for step, rate in enumerate((0.1, 0.05)):
         gradient, update = (data_of(heard, kind, "0")[step] for kind in ("weight_gradients", "weight_updates"))
         torch.testing.assert_close(update, -rate * gradient, rtol=1e-4, atol=1e-6)
@@ -584,18 +476,11 @@ def test_a_manual_update_without_an_optimizer() -> None:
             model.zero_grad()
             model(x).square().sum().backward()
             with torch.no_grad():
-                for p in model.parameters():
-                    p -= 0.1 * p.grad
+                for one in model.parameters():
+                    one.sub_(one.grad, alpha=0.1)
             run.step()
 
-    _, _, heard = unchanged(lambda: nn.Linear(3, 2), train, given=lambda _: (), calls=True)
+    make = lambda: nn.Linear(3, 2)  # noqa: E731
+    _, _, heard = unchanged(make, train, given=lambda _: (), calls=True)
     assert [one.global_step for one in heard.of("batch_finished")] == [0, 1]
-    for step, x in enumerate(batches(2)):
-        w, b = (data_of(heard, kind, "")[step].clone().requires_grad_() for kind in ("weights", "biases"))
-        output = F.linear(x, w, b)
-        slope, *gradients = torch.autograd.grad(output.square().sum(), [output, w, b])
-        assert same(only(heard, "activations", "", global_step=step), output)
-        assert same(only(heard, "layer_gradients", "", global_step=step), slope)
-        for kind, leaf, gradient in zip(("weight", "bias"), (w, b), gradients, strict=True):
-            assert same(data_of(heard, f"{kind}_gradients", "")[step], gradient)
-            assert same(data_of(heard, f"{kind}_updates", "")[step], (leaf - 0.1 * gradient) - leaf)
+    equal(by_place(heard), witnessed(make, simple))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -13,11 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import tracer
 from tests.endings import same
-from tests.observing.oracles import batches, descended, like_mlp, mlp, of_mlp, simple, unchanged
-from tests.observing.recorded import data_of, find, only, problems, sgd, watch
-from tracer import Collect
+from tests.observing.oracles import OF_PARAMETERS, batches, mlp, simple, situation, unchanged
+from tests.observing.recorded import data_of, descend, find, only, problems, sgd, watch
 
 
 def test_sparse_embeddings() -> None:
@@ -30,21 +29,16 @@ def test_sparse_embeddings() -> None:
         model(torch.tensor([1, 1, 4])).sum().backward()
         optimizer.step()
 
-    model, _, heard = unchanged(make, train)
-    places = (("weights", "0"), ("weights", "1"), ("biases", "1"))
-    table, w, b = (only(heard, *place).requires_grad_() for place in places)
-    rows = F.embedding(torch.tensor([1, 1, 4]), table)  # whose gradient is dense
-    output = F.linear(rows, w, b)
-    expected, *slopes = torch.autograd.grad(output.sum(), [table, rows, output, w, b])
-    assert same(only(heard, "weight_gradients", "0"), expected)
+    def densely(model: nn.Module, optimizer: Any) -> None:
+        model.get_submodule("0").sparse = False
+        train(model, optimizer)
+
     # a row that was looked up twice moves twice, so by other roundings
-    torch.testing.assert_close(only(heard, "weight_updates", "0"), -0.1 * expected)
-    assert same(only(heard, "weight_updates", "0"), model.get_submodule("0").weight - table)
-    for module, value, slope in zip("01", (rows, output), slopes, strict=False):
-        assert same(only(heard, "activations", module), value)
-        assert same(only(heard, "layer_gradients", module), slope)
-    assert same(only(heard, "weight_gradients", "1"), slopes[2])
-    assert same(only(heard, "bias_gradients", "1"), slopes[3])
+    moved = ("weight_updates", "0", 0, "default", 0, "")
+    model, _, heard = situation(make, train, plain=(make, densely), but=lambda place: place == moved)
+    (update,), (weight,) = (data_of(heard, kind, "0") for kind in ("weight_updates", "weights"))
+    torch.testing.assert_close(update, -0.1 * only(heard, "weight_gradients", "0"))
+    assert same(update, model.get_submodule("0").weight - weight)
 
 
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
@@ -62,58 +56,28 @@ def test_sparse_inputs(layout: torch.layout) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Sparse CSR")
         x = torch.eye(3).to_sparse(layout=layout)
-        _, _, heard = unchanged(Graph, lambda model, optimizer: (model(x).sum().backward(), optimizer.step()))
+        _, _, heard = situation(Graph, lambda model, optimizer: (model(x).sum().backward(), optimizer.step())[1:])
     assert same(only(heard, "layer_inputs", ""), torch.eye(3))
-    assert same(only(heard, "input_data"), torch.eye(3))
-    assert same(only(heard, "activations", ""), only(heard, "weights", ""))
-    torch.manual_seed(5)
-    weight = Graph().weight.detach()
-    assert same(only(heard, "weights", ""), weight)
     assert same(only(heard, "layer_gradients", ""), torch.ones(3, 2))
-    assert same(only(heard, "weight_gradients", ""), torch.ones(3, 2))
-    assert same(only(heard, "weight_updates", ""), weight.add(torch.ones(3, 2), alpha=-0.1) - weight)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.complex64, torch.float64])
-@pytest.mark.parametrize("suffix", ["zarr", "h5"])
-def test_dtypes_from_the_training_to_the_trace(dtype: torch.dtype, suffix: str, tmp_path: Path) -> None:
+def test_dtypes_from_the_training_to_the_trace(dtype: torch.dtype, tmp_path: Path) -> None:
     """bf16/fp16/complex: what is read from the trace is what was computed, to the bit and in its dtype."""
-    inputs = [x.to(dtype) * (1 + 1j if dtype.is_complex else 1) for x in batches(2)]
 
     def make() -> nn.Module:
         return nn.Sequential(nn.Linear(3, 3, dtype=dtype), nn.Tanh(), nn.Linear(3, 2, dtype=dtype))
 
     def train(model: nn.Module, optimizer: Any) -> None:
-        for x in inputs:
-            optimizer.zero_grad()
-            model(x).abs().float().sum().backward()
-            optimizer.step()
+        descend(
+            optimizer,
+            lambda x: model(x.to(dtype) * (1 + 1j if dtype.is_complex else 1)).abs().float().sum(),
+            batches(2),
+        )
 
-    _, exporter, _ = unchanged(make, train, path=tmp_path / f"run.{suffix}")
+    _, exporter, heard = situation(make, train, path=tmp_path / "run.zarr")  # which has what is heard, to the bit
     assert not exporter.problems
-    with tracer.open(tmp_path / f"run.{suffix}") as trace:
-        read = Collect("*")
-        for one in trace.messages():
-            read.receive(one)
-    for step, x in enumerate(inputs):
-        at = {"global_step": step}
-        leaves = [only(read, kind, name, **at).requires_grad_() for name in "02" for kind in ("weights", "biases")]
-        first = F.linear(x, *leaves[:2])
-        second = torch.tanh(first)
-        third = F.linear(second, *leaves[2:])
-        outputs = [first, second, third]
-        gradients = torch.autograd.grad(third.abs().float().sum(), [*outputs, *leaves])
-        assert {one.dtype for one in gradients} == {dtype}
-        for name, output, gradient in zip("012", outputs, gradients[:3], strict=True):
-            assert same(only(read, "activations", name, **at), output)
-            assert same(only(read, "layer_gradients", name, **at), gradient.resolve_conj())
-        assert same(only(read, "input_gradients", "2", **at), gradients[1].resolve_conj())
-        assert same(only(read, "network_output", **at), third)
-        own = zip([(kind, name) for name in "02" for kind in ("weight", "bias")], leaves, gradients[3:], strict=True)
-        for (kind, name), leaf, gradient in own:
-            assert same(only(read, f"{kind}_gradients", name, **at), gradient.resolve_conj())
-            moved = leaf.detach().add(gradient, alpha=-0.1) - leaf.detach()
-            assert same(only(read, f"{kind}_updates", name, **at), moved)
+    assert {one.dtype for kind in OF_PARAMETERS for one in data_of(heard, kind, "2")} == {dtype}
 
 
 class Float8(nn.Module):
@@ -127,8 +91,7 @@ class Float8(nn.Module):
         return F.linear(x, self.weight.float()).to(torch.float8_e4m3fn)
 
 
-@pytest.mark.parametrize("suffix", ["zarr", "h5"])
-def test_float8(suffix: str, tmp_path: Path) -> None:
+def test_float8(tmp_path: Path) -> None:
     """fp8: activations, their gradients and weights are told as they are; the clock and other parameters go on."""
 
     class Net(nn.Module):
@@ -139,32 +102,13 @@ def test_float8(suffix: str, tmp_path: Path) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.eight(self.layer(x)).float()
 
-    def train(model: nn.Module, optimizer: Any) -> None:
-        for x in batches(2):
-            optimizer.zero_grad()
-            model(x).square().sum().backward()
-            optimizer.step()
-
-    _, exporter, heard = unchanged(Net, train, path=tmp_path / f"run.{suffix}")  # which also reads the trace
+    path, unmoved = tmp_path / "run.zarr", ("weight_updates", "eight")  # torch subtracts no float8
+    _, exporter, heard = situation(Net, simple, path=path, but=lambda place: place[:2] == unmoved)
     assert not exporter.problems
-    for step, x in enumerate(batches(2)):
-        w, b = (data_of(heard, kind, "layer")[step].clone().requires_grad_() for kind in ("weights", "biases"))
-        hidden = F.linear(x, w, b)
-        rounded = F.linear(hidden, torch.ones(2, 3)).to(torch.float8_e4m3fn)
-        slopes = torch.autograd.grad(rounded.float().square().sum(), [rounded, hidden, w, b])
-        assert rounded.dtype is slopes[0].dtype is torch.float8_e4m3fn
-        assert same(data_of(heard, "activations", "eight")[step], rounded)
-        assert same(data_of(heard, "activations", "layer")[step], hidden)
-        assert same(data_of(heard, "layer_gradients", "eight")[step], slopes[0])
-        assert same(data_of(heard, "layer_gradients", "layer")[step], slopes[1])
-        assert same(data_of(heard, "weight_gradients", "layer")[step], slopes[2])
-        assert same(data_of(heard, "bias_gradients", "layer")[step], slopes[3])
-        assert same(data_of(heard, "weight_updates", "layer")[step], w.add(slopes[2], alpha=-0.1) - w)
-        assert same(data_of(heard, "bias_updates", "layer")[step], b.add(slopes[3], alpha=-0.1) - b)
-        assert same(only(heard, "input_gradients", "eight", global_step=step), slopes[1])
-        assert same(only(heard, "network_output", global_step=step), rounded.float())
-        assert same(data_of(heard, "weights", "eight")[step], torch.ones(2, 3).to(torch.float8_e4m3fn))
-        assert same(data_of(heard, "weight_updates", "eight")[step], torch.zeros(2, 3))
+    for kind in ("activations", "layer_gradients", "weights"):
+        assert [one.dtype for one in data_of(heard, kind, "eight")] == [torch.float8_e4m3fn] * 2
+    assert all(same(one, torch.zeros(2, 3)) for one in data_of(heard, *unmoved))
+    assert len(data_of(heard, *unmoved)) == 2
 
 
 def test_updates_of_small_integers() -> None:
@@ -188,12 +132,8 @@ def test_updates_of_small_integers() -> None:
 
         optimizer.step(closure)
 
-    _, _, heard = unchanged(make, train)
-    weight, bias = (only(heard, kind, "") for kind in ("weights", "biases"))
-    assert same(only(heard, "activations", ""), F.linear(torch.ones(1, 1), weight, bias))
-    for kind, module in (("layer_gradients", ""), ("weight_gradients", "")):
-        assert same(only(heard, kind, module), torch.ones(1, 1))
-    assert same(only(heard, "weight_updates", ""), weight.add(torch.ones(1, 1), alpha=-0.1) - weight)
+    own = ("codes", "mask", "levels")
+    _, _, heard = situation(make, train, but=lambda place: place[0] == "weight_updates" and place[1] in own)
     assert only(heard, "weights", "codes").tolist() == [3, 200]
     assert only(heard, "weights", "mask").tolist() == [True, False]
     assert only(heard, "weight_updates", "codes").tolist() == [2, -100]
@@ -213,19 +153,14 @@ def test_expanded_and_aliased_tensors() -> None:
         (output[0].sum() + 2 * output[2].sum()).backward()
         optimizer.step()
 
-    _, _, heard = unchanged(lambda: nn.Sequential(nn.Linear(3, 3), Views()), train)
-    hidden = F.linear(batches(1)[0], only(heard, "weights", "0"), only(heard, "biases", "0"))
-    expected = [one.clone().resolve_conj() for one in Views()(hidden)]
-    for number, value in enumerate(expected):
-        got = only(heard, "activations", "1", leaf=str(number))
-        assert same(got, value)
+    _, _, heard = situation(lambda: nn.Sequential(nn.Linear(3, 3), Views()), train)
+    assert [one.leaf for one in find(heard, "activations", "1")] == ["0", "1", "2", "3"]
+    for got in data_of(heard, "activations", "1"):
         assert got.is_contiguous()
         assert not got.is_conj()
     assert same(only(heard, "layer_gradients", "1", leaf="0"), torch.ones(4, 3))
     slope = torch.tensor([[4.0, 6, 4], [0, 2, 0], [0, 2, 0], [0, 2, 0]])
     assert same(only(heard, "layer_gradients", "0"), slope)
-    assert same(only(heard, "weight_gradients", "0"), slope.T @ batches(1)[0])
-    descended(heard)
 
 
 def test_meta_and_quantized_tensors() -> None:
@@ -249,10 +184,12 @@ def test_meta_and_quantized_tensors() -> None:
 
     for apart, why in ((Emptying, "a meta tensor has no values"), (Quantizing, "a quantized tensor is not supported")):
         with pytest.warns(RuntimeWarning, match=why):
-            _, exporter, heard = unchanged(lambda apart=apart: Beside(*mlp(), apart()), simple, strict=False)
+            _, exporter, heard = situation(
+                lambda apart=apart: Beside(*mlp(), apart()), simple, strict=False, but=lambda place: place[1] == "3",
+                plain=(lambda: Beside(*mlp(), nn.Identity()), simple),
+            )  # fmt: skip
         assert f"activations of '3': {why}" in problems(exporter)
-        assert not find(heard, "activations", "3")
-        like_mlp(heard, batches(2), lr=0.1)
+        assert {one.kind for one in heard if one.key == "3"} == {"layer_inputs", "input_gradients"}
     for model, x, why in (
         (mlp().to("meta"), torch.randn(4, 3, device="meta"), "a meta tensor has no values"),
         (nn.Sequential(nn.Linear(3, 2), Quantizing()), torch.randn(4, 3), "a quantized tensor is not supported"),
@@ -327,21 +264,6 @@ class Blocks(nn.Module):
         return self.head(self.run(self.both, x) if self.nested else x)
 
 
-def through_blocks(model: Any, x: Tensor) -> dict[str, list[Tensor]]:
-    """The outputs of each module of `Blocks` in the order of calls, by functions and without checkpoints."""
-    found: dict[str, list[Tensor]] = {f"block.{number}": [] for number in range(3)}
-    for number in range(3):
-        found["block.0"].append(F.linear(x + number, model.block[0].weight, model.block[0].bias))
-        found["block.1"].append(F.dropout(found["block.0"][-1], 0.2))
-        found["block.2"].append(torch.tanh(found["block.1"][-1]))
-        x = found["block.2"][-1]
-    for name in ("inner", "outer", "head") if model.nested else ("head",):
-        layer = model.get_submodule(name)
-        found[name] = [F.linear(x, layer.weight, layer.bias)]
-        x = found[name][0]
-    return found
-
-
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("nested", [True, False])
@@ -355,50 +277,19 @@ def test_checkpointing(reentrant: bool, nested: bool) -> None:
                 (factor * model(x.clone().requires_grad_())).square().sum().backward()
             optimizer.step()
 
-    heard = {}
-    for form in (None, reentrant):
-        _, exporter, heard[form] = unchanged(lambda form=form: Blocks(form, nested), train)
-        assert not exporter.problems
-    descended(heard[reentrant])
-    modules = ["block.0", "block.1", "block.2", "head", *(["inner", "outer"] if nested else [])]
-    for kind in ("activations", "layer_inputs", "layer_gradients", "weights", "weight_gradients", "weight_updates"):
-        for module in modules:
-            got, expected = ({(m.global_step, m.call): m.data for m in find(heard[f], kind, module)} for f in heard)
-            assert got.keys() == expected.keys(), (kind, module)
-            for place, data in got.items():
-                torch.testing.assert_close(data, expected[place], rtol=1e-9, atol=1e-12)
-    got, expected = (
-        {(m.global_step, m.call): m.data for m in find(heard[f], "input_gradients", "block.2")} for f in heard
-    )
-    assert len(got) == 12
-    assert got.keys() == expected.keys()
-    for place, data in got.items():
-        torch.testing.assert_close(data, expected[place], rtol=1e-9, atol=1e-12)
-    torch.manual_seed(5)
-    reference = Blocks(None, nested)
-    optimizer = sgd(reference)
-    for step, x in enumerate(batches(2)):
-        optimizer.zero_grad()
-        for number, factor in enumerate((1, 2)):
-            found = through_blocks(reference, x)
-            outputs = [output for each in found.values() for output in each]
-            loss = (factor * found["head"][0]).square().sum()
-            slopes = iter(torch.autograd.grad(loss, outputs, retain_graph=True))
-            loss.backward()
-            for module, each in found.items():
-                for call, output in enumerate(each, start=number * len(each)):
-                    at = {"global_step": step, "call": call}
-                    value = only(heard[reentrant], "activations", module, **at)
-                    torch.testing.assert_close(value, output.detach(), rtol=1e-9, atol=1e-12)
-                    slope = only(heard[reentrant], "layer_gradients", module, **at)
-                    torch.testing.assert_close(slope, next(slopes), rtol=1e-9, atol=1e-12)
-        for module in set(modules) - {"block.1", "block.2"}:
-            before = reference.get_submodule(module).weight.detach()
-            gradient = only(heard[reentrant], "weight_gradients", module, global_step=step)
-            torch.testing.assert_close(gradient, reference.get_submodule(module).weight.grad, rtol=1e-9, atol=1e-12)
-            weight = only(heard[reentrant], "weights", module, global_step=step)
-            torch.testing.assert_close(weight, before, rtol=1e-9, atol=1e-12)
-        optimizer.step()
+    def make(form: bool | None) -> nn.Module:
+        return Blocks(form, nested)
+
+    def but(place: Any) -> bool:  # the wrapper's own input is a leaf in a checkpoint, and so has a gradient of its own
+        return place[0] == "input_gradients" and place[1] != "block.2"
+
+    plain = (lambda: make(None)), train
+    _, exporter, heard = situation(lambda: make(reentrant), train, plain=plain, close=1e-9, but=but)
+    assert not exporter.problems
+    assert len(find(heard, "input_gradients", "block.2")) == 12
+    assert {one.key for one in heard.of("activations")} == {
+        *("block.0", "block.1", "block.2", "head"), *(("inner", "outer") if nested else ())
+    }  # fmt: skip
 
 
 def test_nested_reentrant_checkpoints() -> None:
@@ -426,63 +317,27 @@ def test_nested_reentrant_checkpoints() -> None:
                 model(x.requires_grad_()).square().sum().backward()
             optimizer.step()
 
-    heard = {}
-    for checkpointed in (False, True):
-        _, _, heard[checkpointed] = unchanged(lambda checkpointed=checkpointed: Twice(checkpointed), train)
-    for kind in ("activations", "layer_gradients"):
-        got, expected = ({m.call: m.data for m in find(heard[form], kind, "layer")} for form in (True, False))
-        assert sorted(got) == sorted(expected) == list(range(12))
-        for call, data in got.items():
-            torch.testing.assert_close(data, expected[call])
-    descended(heard[True])
-    w, b = (only(heard[True], kind, "layer").requires_grad_() for kind in ("weights", "biases"))
-    summed = torch.zeros_like(w)
-    for number, x in enumerate(batches(2)):
-        outputs = []
-        for place in range(6):  # the second of each three doubles its input
-            h = outputs[-1] if outputs else x
-            outputs.append(F.linear(h * 2 if place % 3 == 1 else h, w, b))
-        *slopes, own = torch.autograd.grad(outputs[-1].square().sum(), [*outputs, w])
-        summed += own
-        for place, (output, slope) in enumerate(zip(outputs, slopes, strict=True)):
-            call = 6 * number + place
-            assert same(only(heard[True], "activations", "layer", call=call), output)
-            torch.testing.assert_close(only(heard[True], "layer_gradients", "layer", call=call), slope)
-    torch.testing.assert_close(only(heard[True], "weight_gradients", "layer"), summed)
+    plain = (lambda: Twice(False)), train
+    but = lambda place: place[0] == "input_gradients"  # noqa: E731
+    _, _, heard = situation(lambda: Twice(True), train, plain=plain, close=1e-6, but=but)
+    assert sorted(one.call for one in find(heard, "layer_gradients", "layer")) == list(range(12))
 
 
 def test_a_whole_model_in_a_reentrant_checkpoint() -> None:
     """The first forward is without gradients, but it is the training's: no evaluation, and with its gradients."""
 
-    def run(reentrant: bool) -> Collect:
-        def train(model: nn.Module, optimizer: Any) -> None:
-            for x in batches(2):
-                optimizer.zero_grad()
-                if reentrant:
-                    checkpoint(model, x.requires_grad_(), use_reentrant=True).square().sum().backward()
-                else:
-                    model(x.requires_grad_()).square().sum().backward()
-                with torch.no_grad():
-                    model(x)  # in training mode, but without gradients: an evaluation
-                optimizer.step()
+    def train(model: nn.Module, optimizer: Any, reentrant: bool = True) -> None:
+        for x in batches(2):
+            optimizer.zero_grad()
+            x.requires_grad_()
+            output = checkpoint(model, x, use_reentrant=True) if reentrant else model(x)
+            output.square().sum().backward()
+            with torch.no_grad():
+                model(x)  # in training mode, but without gradients: an evaluation
+            optimizer.step()
 
-        return unchanged(mlp, train)[2]
-
-    got, expected = run(True), run(False)
-    for kind in ("activations", "layer_gradients", "input_gradients"):
-        for module in ("0", "1", "2"):
-            pairs = zip(find(got, kind, module), find(expected, kind, module), strict=True)
-            for one, other in pairs:
-                assert (one.tag, one.global_step, one.call) == (other.tag, other.global_step, other.call)
-                assert one.data is not None
-                torch.testing.assert_close(one.data, other.data)
-    assert {one.tag for one in got.of("activations")} == {"default", "eval"}
-    descended(got)
-    for step, x in enumerate(batches(2)):
-        for (kind, module), value in of_mlp(got, x, step).items():
-            assert same(only(got, kind, module, global_step=step, tag="default"), value), (kind, module, step)
-            if kind in ("layer_inputs", "activations"):
-                assert same(only(got, kind, module, global_step=step, tag="eval"), value), (module, step)
+    _, _, heard = situation(mlp, train, plain=(mlp, functools.partial(train, reentrant=False)))
+    assert {one.tag for one in heard.of("activations")} == {"default", "eval"}
 
 
 def test_a_parameter_that_a_checkpointed_module_returns() -> None:
@@ -497,31 +352,26 @@ def test_a_parameter_that_a_checkpointed_module_returns() -> None:
             return self.weight
 
     class Positioned(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self, checkpointed: bool = True) -> None:
             super().__init__()
-            self.position, self.layer = Position(), nn.Linear(3, 2)
+            self.position, self.layer, self.checkpointed = Position(), nn.Linear(3, 2), checkpointed
 
         def inside(self, x: Tensor) -> Tensor:
             return self.layer(x + self.position())
 
         def forward(self, x: Tensor) -> Tensor:
-            return checkpoint(self.inside, x, use_reentrant=False)
+            return checkpoint(self.inside, x, use_reentrant=False) if self.checkpointed else self.inside(x)
 
-    _, _, heard = unchanged(Positioned, simple)
+    def apart(place: Any) -> bool:  # of a parameter, a hook sees what was accumulated
+        return place[0] == "layer_gradients" and place[1] == "position"
+
+    _, _, heard = situation(Positioned, simple, plain=(lambda: Positioned(False), simple), but=apart)
     assert [(one.global_step, one.call, one.leaf) for one in find(heard, "layer_gradients", "position")] == [
-        (0, 0, ""),
-        (1, 0, ""),
-    ]
-    for step, x in enumerate(batches(2)):
-        at = {"global_step": step}
-        position = only(heard, "weights", "position", **at).requires_grad_()
-        output = F.linear(x + position, *(only(heard, kind, "layer", **at) for kind in ("weights", "biases")))
-        (slope,) = torch.autograd.grad(output.square().sum(), [position])
-        assert same(only(heard, "activations", "position", **at), position)
-        assert same(only(heard, "activations", "layer", **at), output)
-        assert same(only(heard, "layer_gradients", "position", **at), slope)
-        assert same(only(heard, "weight_gradients", "position", **at), slope)
-        assert same(only(heard, "weight_updates", "position", **at), position.add(slope, alpha=-0.1) - position)
+        (0, 0, ""), (1, 0, "")
+    ]  # fmt: skip
+    for step in range(2):
+        slopes = (only(heard, kind, "position", global_step=step) for kind in ("layer_gradients", "weight_gradients"))
+        assert same(*slopes)
 
 
 def test_a_forward_inside_a_backward_is_no_call() -> None:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.observing.recorded import attached
 from tracer import Capture, Collect, Exporter, Message
 from tracer.messaging.messages import DATA_KINDS
 
@@ -183,10 +184,12 @@ def observed(train: Any, name: str, loss: Any, probed: bool, every: int) -> tupl
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
     optimizers = OPTIMIZERS[name](model)
-    exporter, heard = Exporter(capture=Capture(kinds=DATA_KINDS, every=every), strict=True), Collect("*")
-    exporter.message_bus.register(heard)
-    exporter.set_model(model)
-    exporter.set_optimizer(None if name == "untold" else optimizers)
+    exporter, heard = attached(
+        Exporter(capture=Capture(kinds=DATA_KINDS, every=every), strict=True),
+        Collect("*"),
+        model,
+        None if name == "untold" else optimizers,
+    )
     if loss is not None:
         exporter.set_loss(loss)
     if probed:
@@ -210,11 +213,12 @@ COMBINATIONS = [
     pytest.param(
         *(train, optimizers, loss, probed),
         id=f"{train.__name__}-{optimizers}-{'no loss' if loss is None else 'loss'}-{'probed' if probed else ''}",
-        # each loop and each optimizer meet with and without a loss, one of them probed; and an export, which takes
+        # each loop and each optimizer meet once, with or without a loss, probed or not; and an export, which takes
         # longer than all else, does what it does whatever a step has to count
-        marks=[pytest.mark.slow]
-        if (number + place + (loss is None) + probed) % 2 or (train is traced and optimizers not in ("one", "untold"))
-        else [],
+        marks=[]
+        if (number + place) % 4 == 2 * (loss is None) + probed
+        and (train is not traced or optimizers in ("one", "untold"))
+        else [pytest.mark.slow],
     )
     for number, train in enumerate(LOOPS)
     for place, optimizers in enumerate(OPTIMIZERS)
@@ -249,10 +253,9 @@ def test_counting_from_an_earlier_step() -> None:
     """What is known of the steps that nobody records is known of these steps, and not of those before them."""
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    exporter, heard = Exporter(capture=Capture(kinds="weights", every=10), strict=True), Collect("weights")
-    exporter.message_bus.register(heard)
-    exporter.set_model(model)
-    exporter.set_optimizer(optimizer)
+    exporter, heard = attached(
+        Exporter(capture=Capture(kinds="weights", every=10), strict=True), Collect("weights"), model, optimizer
+    )
     for first in (11, 5):
         exporter.start_at(first, 0, 0)
         for _ in range(7):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+from tests.observing.recorded import attached, descend
 from tracer import Capture, Collect, Exporter
 from tracer.observing.pytorch.structure import compiled_parts, named_parts, unwrap, wrapped_by
 
@@ -58,14 +60,8 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
 def streams(network: nn.Module, wrapped: nn.Module) -> dict[tuple[str, str | None], list[torch.Tensor]]:
     """What two steps of a training publish, by kind and module."""
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
-    exporter, heard = Exporter(capture=Capture(), strict=True), Collect("*")
-    exporter.message_bus.register(heard)
-    exporter.set_model(wrapped)
-    exporter.set_optimizer(optimizer)
-    for step in range(2):
-        optimizer.zero_grad()
-        wrapped(torch.full((2, 4), step + 1.0)).sum().backward()
-        optimizer.step()
+    exporter, heard = attached(Exporter(capture=Capture(), strict=True), Collect("*"), wrapped, optimizer)
+    descend(optimizer, lambda step: wrapped(torch.full((2, 4), step + 1.0)).sum(), range(2))
     told = exporter.parts.models.structure()
     exporter.detach()
     assert not any(word in str(told) for word in ("_orig_mod", "_checkpoint_wrapped_module", "module."))
@@ -77,13 +73,18 @@ def streams(network: nn.Module, wrapped: nn.Module) -> dict[tuple[str, str | Non
     return found
 
 
+@functools.cache
+def of_bare_model() -> dict[tuple[str, str | None], list[torch.Tensor]]:
+    """What is published of the model without a wrapper."""
+    bare = model()
+    return streams(bare, bare)
+
+
 @pytest.mark.parametrize("where", ["around the model", "around a part"])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_streams_have_the_names_of_the_bare_model(wrapper: str, where: str) -> None:
     """Each stream of the bare model is there under its own name, with the same values, and no other."""
-    bare = model()
-    expected = streams(bare, bare)
-    network = model()
+    expected, network = of_bare_model(), model()
     if where == "around a part":
         network[0] = WRAPPERS[wrapper](network[0])
         found = streams(network, network)
@@ -127,10 +128,7 @@ def test_colliding_names() -> None:
     assert list(parts) == ["", "0", "0.0", "0.0_"]
     assert parts["0.0"] is inner[0]
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
-    exporter, heard = Exporter(strict=True), Collect("weights")
-    exporter.message_bus.register(heard)
-    exporter.set_model(network)
-    exporter.set_optimizer(optimizer)
+    exporter, heard = attached(Exporter(strict=True), Collect("weights"), network, optimizer)
     network(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     exporter.detach()
