@@ -50,7 +50,6 @@ def unwatched() -> dict[str, Any]:
     return Training.new().run().state()
 
 
-@pytest.mark.parametrize("suffix", FORMATS)
 @pytest.mark.parametrize(
     "capture",
     [
@@ -60,7 +59,7 @@ def unwatched() -> dict[str, Any]:
     ],
     ids=["everything", "elements", "statistics"],
 )
-@pytest.mark.parametrize("metrics", [False, True], ids=["alone", "with-metrics"])
+@pytest.mark.parametrize(("suffix", "metrics"), zip(FORMATS, (True, False), strict=True), ids=FORMATS)
 def test_watching_changes_nothing(
     capture: Any, suffix: str, metrics: bool, unwatched: dict[str, Any], tmp_path: Path
 ) -> None:
