@@ -139,7 +139,7 @@ def test_shapes_that_fit_no_layer_are_an_error() -> None:
 
 
 @given(st.integers(2, 12), st.integers(1, 6), st.integers(0, 2**32 - 1))
-@settings(max_examples=examples(20))
+@settings(max_examples=examples(40))
 def test_board_is_as_cockpit_defines_it(b: int, p: int, seed: int) -> None:
     """Each quantity agrees with its definition from per-sample gradients, and does not depend on their order."""
     random = np.random.default_rng(seed)

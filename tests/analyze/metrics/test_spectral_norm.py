@@ -133,7 +133,7 @@ def turned() -> tuple[Any, Any]:
 def test_a_direction_that_overtakes_in_a_flat_spectrum_is_seen_at_once(how: str, dtype: Any) -> None:
     """With a spectrum from 0 to 0.95 and one at 1: within 1e-6 at every step, as of a metric without a past."""
     (left, right), metric = turned(), analyze.SpectralNorm(certify=0)
-    for step in range(12):
+    for step in (0, 4, 11):  # before, and after
         values = overtaken(step, how)
         w = ((left * values) @ right.T).astype(dtype)
         exact = values.max() if dtype is np.float64 else np.linalg.norm(w.astype(np.float64), 2)
