@@ -414,7 +414,7 @@ class ByBatches(Gathering):
 class Alignment(Similarity):
     """A `Similarity` that keeps the activations themselves and has an `AlignmentResult`."""
 
-    companions = ("null_baseline", "status")
+    companions = ("_null", "_status")
     unlike = UNLIKE
 
     def represent(self, data: Array) -> Kept:

@@ -103,7 +103,7 @@ class ByCorrelations(Similarity):
 
     threshold = 1.0
     average: ClassVar[Average]
-    companions: ClassVar[tuple[str, ...]] = ("k", "m", "null_baseline", "forced_ones", "cut_gap", "status")
+    companions: ClassVar[tuple[str, ...]] = ("_k", "_m", "_null", "_forced_ones", "_cut_gap", "_status")
     unlike = compare(*(no_basis(Sheet.of(0.0), "mismatch"),) * 2)
     fourier = True
 
@@ -429,7 +429,7 @@ class SVCCA(ByCorrelations):
 
     name = "svcca"
     average = "mean"
-    companions = ("k", "m", "null_baseline", "forced_ones", "cut_gap", "tau_margin", "status")
+    companions = ("_k", "_m", "_null", "_forced_ones", "_cut_gap", "_tau_margin", "_status")
     checks = (check_threshold,)
     version = 2
     invariances = ("rows", "columns", "sign", "scale", "shift", "offset", "orthogonal")
@@ -444,4 +444,4 @@ class SVCCA(ByCorrelations):
 
     def answered(self) -> tuple[str, ...]:
         """The value, its companions, and with `rho` all correlations."""
-        return *super().answered(), *(("rho",) if self.rho else ())
+        return *super().answered(), *(("_rho",) if self.rho else ())

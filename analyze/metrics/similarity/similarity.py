@@ -249,6 +249,10 @@ class Origin(Record):
         return f"{self.module or ''}{leaf}{call}"
 
 
+_ATTRIBUTES = {"": "value", "_null": "null_baseline"}
+"""Suffix → attribute of a result, where they differ."""
+
+
 class Similarity(Tagged):
     """Compares a layer's activations with its own earlier or final activations, or with another layer's.
 
@@ -262,7 +266,7 @@ class Similarity(Tagged):
     name : str
         The suffix of the answers' kind: ``{kind}_{name}``.
     companions : tuple of str
-        The attributes of a result that are answered beside its value (``null_baseline`` as ``_null``, ``status``, …).
+        The suffixes of the further answers (``_null``, ``_status``, …), each the name of an attribute of a result.
     unlike : object
         The result for layers whose datapoints are not the same.
     symmetric : bool
@@ -313,13 +317,12 @@ class Similarity(Tagged):
         self.scope = _SCOPES[self.against]
 
     def answered(self) -> tuple[str, ...]:
-        """The attributes of a result that are answered: the value, and with `details` its companions."""
-        return "value", *(self.companions if self.details else ())
+        """The suffixes of the answers' kinds: none for the value, and with `details` the companions."""
+        return "", *(self.companions if self.details else ())
 
     def produced(self) -> list[str]:
-        """A kind for each attribute that is answered."""
-        words = (name.removesuffix("_baseline") for name in self.answered())
-        return [f"{self.kind}_{self.name}{'' if word == 'value' else f'_{word}'}" for word in words]
+        """A kind for each suffix."""
+        return [f"{self.kind}_{self.name}{suffix}" for suffix in self.answered()]
 
     def taken(self, message: Message) -> Message:
         """A message with the data for `represent`: by default all, with the neurons in the axis of `channels`."""
@@ -411,8 +414,9 @@ class Similarity(Tagged):
     def answers(self, origin: Origin, found: Any) -> Iterator[Message]:
         """The messages of a result: the value and its companions."""
         self.statuses[found.status] += 1
-        for kind, name in zip(self.produces, self.answered(), strict=True):
-            number = code(found.status) if name == "status" else getattr(found, name)
+        for kind, suffix in zip(self.produces, self.answered(), strict=True):
+            attribute = _ATTRIBUTES.get(suffix, suffix.removeprefix("_"))
+            number = code(found.status) if attribute == "status" else getattr(found, attribute)
             data = torch.as_tensor(number, dtype=torch.float64, device="cpu").clone()
             yield message_of(kind=kind, data=data, **asdict(origin))
 

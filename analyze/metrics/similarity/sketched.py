@@ -145,7 +145,7 @@ def unlike(status: Status, n: int = 0) -> SketchedResult:
 class OfSketches(Similarity):
     """A `Similarity` estimated from sketches of k columns."""
 
-    companions = ("low", "high", "null_baseline", "status")
+    companions = ("_low", "_high", "_null", "_status")
     unlike = unlike("mismatch")
     checks: ClassVar[tuple[Callable[..., object], ...]] = (check_sketch,)
 
