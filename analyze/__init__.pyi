@@ -44,12 +44,12 @@ from analyze.metrics.ranks import (
     singular_values,
     stable_rank,
 )
-from analyze.metrics.saturation import Saturation, saturation
 from analyze.metrics.similarity.cka import CKA, cka
 from analyze.metrics.similarity.correlations import CCA, PWCCA, R2CCA, SVCCA, cca, pwcca, r2_cca, svcca
 from analyze.metrics.similarity.estimates import SketchedRank, sketched_rank
 from analyze.metrics.similarity.procrustes import Angular, Procrustes, angular, procrustes
 from analyze.metrics.similarity.sketched import SketchedCKA, SketchedSVCCA, sketched_cka, sketched_svcca
+from analyze.metrics.spectra import Saturation, saturation
 from analyze.metrics.spectral_norm import SpectralNorm, spectral_norm
 from analyze.metrics.statistics import Quantiles, Statistics, quantiles, statistics, statistics_of_tensors
 from analyze.metrics.takeuchi import TICDiag, TICTrace, ticdiag, tictrace

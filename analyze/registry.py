@@ -5,6 +5,7 @@ A class is imported on first use, so a broken plug-in affects only those who use
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import importlib.util
@@ -188,9 +189,15 @@ def describe(name: str) -> dict[str, Any]:
     """
     if name not in BUILT_IN:
         return describe_class(name)
-    described: dict[str, dict[str, Any]] = json.loads(DESCRIPTIONS.read_text(encoding="utf-8"))
+    described = _described()
     # a metric that was added after the last `make docs` is not in the file
-    return described[name] if name in described else describe_class(name)
+    return dict(described[name]) if name in described else describe_class(name)
+
+
+@functools.cache
+def _described() -> dict[str, dict[str, Any]]:
+    described: dict[str, dict[str, Any]] = json.loads(DESCRIPTIONS.read_text(encoding="utf-8"))
+    return described
 
 
 def describe_class(name: str) -> dict[str, Any]:

@@ -96,26 +96,16 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Live]:
     return record
 
 
-def in_turns(*values: Any) -> list[Any]:
-    """Each registered subscriber with one of these values, in turns; with the others it is slow."""
-    return [
-        pytest.param(name, value, marks=[] if at == number % len(values) else [pytest.mark.slow])
-        for number, name in enumerate(NAMES)
-        for at, value in enumerate(values)
-    ]
-
-
-@pytest.fixture(scope="module", params=FORMATS)
+@pytest.fixture(scope="module")
 def live(request: pytest.FixtureRequest, recorded: Callable[[str], Live]) -> Live:
-    """That training in each format."""
-    return recorded(request.param)
+    """That training; that both formats give the same messages is tested once, so all else is asked of one."""
+    return recorded(getattr(request, "param", "zarr"))
 
 
 # -- 1. live = replay -----------------------------------------------------------------------------------------
 
 
-# that both formats give the same messages is tested below
-@pytest.mark.parametrize(("name", "live"), in_turns(*FORMATS), indirect=["live"])
+@pytest.mark.parametrize("name", NAMES)
 def test_replay_says_what_was_said_live(name: str, live: Live) -> None:
     """Every registered subscriber says on replay, bit for bit, what it said live; and it says something."""
     heard = Collect()
@@ -125,6 +115,7 @@ def test_replay_says_what_was_said_live(name: str, live: Live) -> None:
     assert derived_by(name, heard) == expected
     said = {kind for _, kind, *_ in expected}
     assert said == set(parse(name).produces), f"{name} promised {parse(name).produces} and gave {said}"
+    assert {data[0] for *_, data in expected} <= {"torch.float64", "torch.int64"}
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if parse(name).takes_many])
@@ -139,12 +130,7 @@ def test_many_messages_at_once_say_what_was_said_live(
     assert derived_by(name, heard) == derived_by(name, live.heard) != []
 
 
-@pytest.mark.parametrize(
-    ("live", "steps"),
-    [("zarr", 1), ("h5", 3), ("zarr", 4)]
-    + [pytest.param(suffix, steps, marks=pytest.mark.slow) for suffix, steps in (("h5", 1), ("zarr", 3), ("h5", 4))],
-    indirect=["live"],
-)
+@pytest.mark.parametrize("steps", [1, 3, 4])
 def test_a_replay_in_two_parts_goes_on_where_it_stopped(live: Live, steps: int) -> None:
     """With the state of the first part loaded, the second part of a replay says the rest of what was said live."""
     first, second, heard = everyone(), everyone(), Collect()
@@ -188,6 +174,7 @@ def test_who_needs_the_model_answers_live_and_is_refused_on_replay(name: str, li
     assert not (live.path.parent / "never").exists()
 
 
+@pytest.mark.parametrize("live", FORMATS, indirect=True)
 def test_the_trace_holds_what_was_observed_in_its_order(live: Live) -> None:
     """The observed messages that a replay gives are those that were heard live, in the same order, to the bit."""
     heard = Collect()
@@ -257,7 +244,7 @@ def test_there_are_memoryless_subscribers() -> None:
     assert {"svcca", "message_mean", "saturation"}.isdisjoint(MEMORYLESS)
 
 
-@pytest.mark.parametrize(("name", "live"), in_turns(*FORMATS), indirect=["live"])
+@pytest.mark.parametrize("name", NAMES)
 def test_a_plan_says_who_remembers(name: str, live: Live, published: list[Message]) -> None:
     """A plan says of each registered subscriber what it remembers across, if it has a state, and only then."""
     one = parse(name)
@@ -314,12 +301,11 @@ def test_a_trace_holds_nothing_derived(live: Live) -> None:
     assert {message.kind for message in live.heard} > set(KINDS) - {"eval_mode", "train_mode"}
 
 
-@pytest.mark.parametrize("times", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_replaying_never_doubles(live: Live, times: int) -> None:
+def test_replaying_never_doubles(live: Live) -> None:
     """However often a trace is replayed, each answer comes once, and the trace stays as it is."""
     with tracer.open(live.path) as trace:
         before = len(trace)
-    for _ in range(times):
+    for _ in range(2):
         heard = Collect()
         tracer.replay(live.path, *everyone().values(), heard)
     identities = [exact(message)[1:-1] for message in heard]
@@ -427,8 +413,9 @@ def kept(state: Any) -> Any:
     return torch.load(buffer, weights_only=True)
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("step", [1, 2, 5])
+@pytest.mark.parametrize(
+    ("name", "step"), [(name, step) for name in NAMES for step in ((2,) if name in MEMORYLESS else (1, 2, 5))]
+)
 def test_a_state_is_of_its_moment(name: str, step: int, published: list[Message]) -> None:
     """What is saved in the middle is plain, stays as it is when its subscriber goes on, and leads to its answers."""
     cut = [message.global_step for message in published].index(step)

@@ -45,7 +45,7 @@ BUILT_IN: Mapping[str, str] = {
     "r2_cca": "analyze.metrics.similarity.correlations:R2CCA",
     "ratio": "analyze.metrics.lengths:Ratio",
     "sample_norm": "analyze.metrics.lengths:SampleNorm",
-    "saturation": "analyze.metrics.saturation:Saturation",
+    "saturation": "analyze.metrics.spectra:Saturation",
     "singular_values": "analyze.metrics.ranks:SingularValues",
     "sketched_cka": "analyze.metrics.similarity.sketched:SketchedCKA",
     "sketched_rank": "analyze.metrics.similarity.estimates:SketchedRank",

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import KW_ONLY, dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from analyze.metrics.metric import AtStep, OfSteps, OneNumber, Tagged, restored
+from analyze.metrics.metric import AtStep, OfWindows, OneNumber, Tagged
 from tracer.errors import MessageError
 from tracer.messaging.messages import Message, MessageBundle
 from tracer.numbers.arrays import Array, as_array
@@ -239,9 +239,13 @@ class _AccuracyPass(AtStep):
     total: int = 0
     fits: bool = True
 
+    def join(self, later: _AccuracyPass) -> None:
+        self.correct, self.total = self.correct + later.correct, self.total + later.total
+        self.fits = self.fits and later.fits
+
 
 @final
-class TestAccuracy(OfSteps[_AccuracyPass], Tagged):
+class TestAccuracy(OfWindows[_AccuracyPass], Tagged):
     r"""Accuracy of each evaluation pass: correct / total over all its batches, not the mean of the batches' accuracies.
 
     A pass is all forward passes of one tag at one global step. Answers ``test_accuracy``: a float64 scalar from 0 to
@@ -314,7 +318,6 @@ class TestAccuracy(OfSteps[_AccuracyPass], Tagged):
 
     def hear(self, now: _AccuracyPass, bundle: MessageBundle) -> None:
         """Count one batch."""
-        now.train_step, now.epoch = bundle.train_step, bundle.epoch
         try:
             correct, total = counts(
                 bundle[self.kind], bundle[self.labels], ignore_index=self.ignore_index, threshold=self.threshold
@@ -323,24 +326,6 @@ class TestAccuracy(OfSteps[_AccuracyPass], Tagged):
             now.fits = False
         else:
             now.correct, now.total = now.correct + correct, now.total + total
-
-    def merge(self, state: Mapping[str, Any]) -> None:
-        """Add the counts of another metric's state, which heard other batches of the same passes.
-
-        Raises
-        ------
-        MessageError
-            If the two are in different passes of one tag.
-        """
-        for tag, other in restored(state["steps"]).items():
-            mine = self.steps.setdefault(tag, replace(other, correct=0, total=0))
-            if mine.global_step != other.global_step:
-                raise MessageError(
-                    f"the passes of tag {tag!r} at global steps {mine.global_step} and {other.global_step} are two"
-                )
-            mine.correct, mine.total = mine.correct + other.correct, mine.total + other.total
-            mine.fits = mine.fits and other.fits
-            mine.epoch, mine.train_step = max((mine.epoch, mine.train_step), (other.epoch, other.train_step))
 
     def numbers(self, over: _AccuracyPass) -> tuple[float]:
         """The accuracy of a pass."""
@@ -414,7 +399,7 @@ class _ChurnPass(AtStep):
 
 
 @final
-class Churn(OfSteps[_ChurnPass], Tagged):
+class Churn(OfWindows[_ChurnPass], Tagged):
     r"""Prediction churn: the share of datapoints whose predicted class changed since the pass before.
 
     Answers ``{kind}_churn``: a float64 scalar from 0 to 1, without unit, for each pass (all forward passes of one tag
@@ -471,14 +456,14 @@ class Churn(OfSteps[_ChurnPass], Tagged):
     class_axis: int = 1
     tag: str | None = "!default"
 
-    def following(self, over: _ChurnPass, message: Message) -> _ChurnPass:
-        """The same record, with the predictions of the pass that is over as those of the pass before."""
-        over.before, over.now = over.now, {}
-        return over
+    def following(self, over: _ChurnPass | None, message: Message) -> _ChurnPass:
+        """A record with the predictions of the pass that is over as those of the pass before."""
+        begun = _ChurnPass.of(message)
+        begun.before = None if over is None else over.now
+        return begun
 
     def hear(self, now: _ChurnPass, message: Message) -> None:
         """Keep the predictions of one batch."""
-        now.move_to(message)
         try:
             now.now[message.call, message.leaf] = predictions(as_array(message.data), self.class_axis)
         except MessageError:  # no scores of classes: there is nothing to compare, and the replay goes on

@@ -10,7 +10,7 @@ from typing import final
 
 from analyze.metrics.checks import check, is_number, is_whole
 from analyze.metrics.inputs import single_number
-from analyze.metrics.metric import AtStep, OfSteps, OneNumber, Selected, memory
+from analyze.metrics.metric import AtStep, OfWindows, OneNumber, Selected, memory
 from tracer.messaging.messages import Message
 
 
@@ -115,6 +115,7 @@ class Freeze(OneNumber, Selected):
 
     name = "freeze"
     scope = "everything"
+    checks = (_check_freezing,)
 
     kind: str = "activations_svcca"
     _: KW_ONLY
@@ -124,10 +125,6 @@ class Freeze(OneNumber, Selected):
     tag: str | None = "probe"
     # tag → module, in the order of a pass → [consecutive converged probes, whether frozen]
     _layers: dict[str, dict[str | None, list[int]]] = memory(dict)
-
-    def check(self) -> None:
-        """Raise `MessageError` unless threshold and patience are positive."""
-        _check_freezing(self.threshold, self.patience)
 
     def value(self, message: Message) -> float:
         """Whether the layer would be frozen by now, after this similarity: 1 or 0."""
@@ -192,7 +189,7 @@ class _RatioWindow(AtStep):
 
 
 @final
-class LearningRateFromRatio(OfSteps[_RatioWindow], Selected):
+class LearningRateFromRatio(OfWindows[_RatioWindow], Selected):
     r"""Learning rate from the update/weight ratio: the factor :math:`\tau / \bar r` that would bring it to its target.
 
     Answers ``{kind}_learning_rate_factor``, for the whole network and after each `window` steps, when a later step
@@ -248,6 +245,7 @@ class LearningRateFromRatio(OfSteps[_RatioWindow], Selected):
     name = "learning_rate_from_ratio"
     scope = "everything"
     gathered = _RatioWindow
+    checks = (_check_rate,)
 
     gives = ("{kind}_learning_rate_factor",)
     kind: str = "weight_updates_weights_ratio"
@@ -256,19 +254,16 @@ class LearningRateFromRatio(OfSteps[_RatioWindow], Selected):
     window: int = 5
     max_factor: float = 2.0
 
-    def check(self) -> None:
-        """Raise `MessageError` unless the parameters are in their ranges."""
-        _check_rate(self.target, self.max_factor, self.window)
-
-    def is_over(self, now: _RatioWindow, message: Message) -> bool:
-        """Whether the window is full and a ratio begins another step."""
-        return now.steps == self.window and not now.is_at(message)
+    def window_of(self, message: Message) -> tuple[str, int]:
+        """The tag, and the window that is not full or has this step; else a new one."""
+        for number, window in self.open.get(message.tag, {}).items():
+            if window.steps < self.window or window.is_at(message):
+                return message.tag, number
+        return message.tag, message.global_step
 
     def hear(self, now: _RatioWindow, message: Message) -> None:
         """Keep one ratio, and count its step if the step is new."""
-        if not now.is_at(message):
-            now.steps += 1
-            now.move_to(message)
+        now.steps += not now.is_at(message)
         ratio = single_number(message.data)
         if ratio is not None:
             now.ratios.append(ratio)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, final
 
@@ -11,16 +11,7 @@ from numpy.typing import NDArray
 
 from analyze.metrics.checks import check, check_which, is_whole
 from analyze.metrics.inputs import answer, real_numbers
-from analyze.metrics.metric import (
-    AtStep,
-    Record,
-    Selected,
-    Series,
-    memory,
-    restored,
-    series_of,
-    stored,
-)
+from analyze.metrics.metric import AtStep, OfWindows, Record, Selected, Series, series_of
 from analyze.metrics.moments import FORMULAS, derive, derived_number, needs_of
 from analyze.metrics.statistics import StatisticsResult, interpolated, quantiles
 from tracer.messaging.messages import Message
@@ -66,8 +57,6 @@ class Reducer(Record):
     >>> one.answer(("mean", "median", "last"))
     {'mean': 4.666666666666667, 'median': 3.0, 'last': 10.0}
     """
-
-    __slots__ = ("_bins", "_counts", "_kept", "_moments", "_size", "first", "last")
 
     def __init__(self) -> None:
         self._kept: list[NDArray[np.float64]] = []
@@ -127,20 +116,6 @@ class Reducer(Record):
             else:
                 answers[name] = float(quantiles_of[wanted[name]])
         return answers
-
-    def state(self) -> dict[str, Any]:
-        """The reducer as plain values and tensors."""
-        arrays = stored({"kept": self._values(), "bins": self._bins, "counts": self._counts})
-        return {**arrays, "moments": self._moments.state(), "first": self.first, "last": self.last}
-
-    @classmethod
-    def of_state(cls, state: Mapping[str, Any]) -> Reducer:
-        """The inverse of `state`."""
-        one = cls()
-        kept, one._bins, one._counts = (restored(state[name]) for name in ("kept", "bins", "counts"))
-        one._kept, one._size, one._moments = [kept], len(kept), Moments.of_state(state["moments"])
-        one.first, one.last = state["first"], state["last"]
-        return one
 
     def _keep(self, parts: list[NDArray[np.float64]]) -> None:
         self._kept = [*self._kept, *parts]
@@ -251,9 +226,12 @@ class _AggregateWindow(AtStep):
 
     reducer: Reducer = field(default_factory=Reducer)
 
+    def join(self, later: _AggregateWindow) -> None:
+        self.reducer.merge(later.reducer)
+
 
 @final
-class Aggregate(Selected):
+class Aggregate(OfWindows[_AggregateWindow], Selected):
     r"""Statistics of a published number, such as a loss or a norm, over each epoch, window of steps, or the run.
 
     Answers ``{kind}_aggregate_{reduction}`` for each of `which`, such as ``loss_aggregate_median``: a float64 scalar,
@@ -309,6 +287,7 @@ class Aggregate(Selected):
     """
 
     name = "aggregate"
+    gathered = _AggregateWindow
     scope = "stream"
     spoiled_by = ("reduce",)
     version = 2
@@ -319,7 +298,6 @@ class Aggregate(Selected):
     _: KW_ONLY
     over: int | str = "epoch"
     which: str | Iterable[str] = BOX
-    _open: dict[Series, dict[int, _AggregateWindow]] = memory(dict)
 
     def check(self) -> None:
         """Raise `MessageError` unless the reductions and the window are known."""
@@ -330,43 +308,21 @@ class Aggregate(Selected):
         """A kind for each reduction."""
         return [f"{self.kind}_aggregate_{name}" for name in self.which]
 
-    def compute(self, message: Message) -> Iterator[Message]:
-        """Keep the numbers of one message; if it begins another window, first answer for the window before."""
-        key = series_of(message)
-        number = self._number(message)
-        windows = self._open.setdefault(key, {})
-        for other in [other for other in windows if other != number]:
-            yield from self._answers(key, windows.pop(other))
-        if number not in windows:
-            windows[number] = _AggregateWindow.of(message)
-        window = windows[number]
-        window.move_to(message)
-        window.reducer.add(real_numbers(message.data))
-
-    def conclude(self) -> Iterator[Message]:
-        """Answer for the last window of each series."""
-        streams, self._open = self._open, {}
-        for key, windows in streams.items():
-            for window in windows.values():
-                yield from self._answers(key, window)
-
-    def merge(self, state: Mapping[str, Any]) -> None:
-        """Add the open windows of another metric's state, whose messages came after those of this one."""
-        for series, others in restored(state["open"]).items():
-            windows = self._open.setdefault(series, {})
-            for number, heard in others.items():
-                if number in windows:
-                    windows[number].reducer.merge(heard.reducer)
-                    heard.reducer = windows[number].reducer
-                windows[number] = heard
-
-    def _number(self, message: Message) -> int:
-        """The number of the window of a message; it depends on the message alone."""
+    def window_of(self, message: Message) -> tuple[Series, int]:
+        """The series of a message, and the number of its window, which depends on the message alone."""
         if isinstance(self.over, int):
-            return message.global_step // self.over
-        return message.epoch if self.over == "epoch" else 0
+            return series_of(message), message.global_step // self.over
+        return series_of(message), message.epoch if self.over == "epoch" else 0
 
-    def _answers(self, series: Series, window: _AggregateWindow) -> Iterator[Message]:
-        if window.reducer.count:
-            for kind, value in zip(self.produces, window.reducer.answer(self.which).values(), strict=True):
-                yield window.message(kind, series, answer(value))
+    def hear(self, now: _AggregateWindow, message: Message) -> None:
+        """Keep the numbers of one message."""
+        now.reducer.add(real_numbers(message.data))
+
+    def numbers(self, over: _AggregateWindow) -> Iterable[float]:
+        """The reductions of a window; empty if it has no numbers."""
+        return over.reducer.answer(self.which).values() if over.reducer.count else ()
+
+    def answers(self, key: Series, over: _AggregateWindow) -> Iterator[Message]:
+        """The answers about a series."""
+        for kind, number in zip(self.produces, self.numbers(over), strict=False):
+            yield over.message(kind, key, answer(number))

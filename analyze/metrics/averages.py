@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -17,7 +17,7 @@ from analyze.metrics.checks import check, is_number
 from analyze.metrics.inputs import as_float64, real_numbers, single_number
 from analyze.metrics.metric import (
     AtStep,
-    OfSteps,
+    OfWindows,
     PerMessage,
     Record,
     Selected,
@@ -173,16 +173,13 @@ class EMA(PerMessage, Selected):
     scope = "stream"
     spoiled_by = ("reduce",)
     mergeable = True
+    checks = (check_decay,)
 
     kind: str = "loss"
     _: KW_ONLY
     decay: float = 0.9
     bias_correction: bool = True
     _averages: dict[Series, _Average] = memory(dict)
-
-    def check(self) -> None:
-        """Raise `MessageError` unless `decay` is in its range."""
-        check_decay(self.decay)
 
     def measure(self, message: Message) -> tuple[Tensor]:
         """The average after this message."""
@@ -347,6 +344,7 @@ class AdamMoments(PerMessage, Selected):
     spoiled_by = ("elements", "reduce")
     invariances = ("order", "sign")
 
+    checks = (_check_adam,)
     gives = tuple(f"{{kind}}_adam_{what}" for what in WindowMoments._fields)
     kind: str = "weight_gradients"
     _: KW_ONLY
@@ -355,10 +353,6 @@ class AdamMoments(PerMessage, Selected):
     beta2: float = 0.999
     eps: float = 1e-8
     _memories: dict[Stream, _MemoryOfAverages] = memory(dict)
-
-    def check(self) -> None:
-        """Raise `MessageError` unless the parameters are in their ranges."""
-        _check_adam(self.learning_rate, self.beta1, self.beta2, self.eps)
 
     def measure(self, message: Message) -> WindowMoments:
         """The moments after this gradient, and the step that Adam would take."""
@@ -404,9 +398,12 @@ class _MeanStep(AtStep):
 
     values: list[float] = field(default_factory=list)
 
+    def join(self, later: _MeanStep) -> None:
+        self.values += later.values
+
 
 @final
-class MessageMean(OfSteps[_MeanStep], Selected):
+class MessageMean(OfWindows[_MeanStep], Selected):
     r"""Mean, or another statistic, of a published number over the modules of one step: :math:`\frac1L \sum_l x_l`.
 
     Answers ``{kind}_message_mean`` (``_message_max`` and so on for other statistics): a float64 scalar, in the unit of
@@ -475,22 +472,6 @@ class MessageMean(OfSteps[_MeanStep], Selected):
         """Keep one number."""
         number = single_number(message.data)
         now.values.append(math.nan if number is None else number)
-
-    def merge(self, state: Mapping[str, Any]) -> None:
-        """Add the numbers of another metric's state, which heard other modules or more messages of the same step.
-
-        Raises
-        ------
-        MessageError
-            If the two are in different steps of one tag.
-        """
-        for tag, other in restored(state["steps"]).items():
-            mine = self.steps.setdefault(tag, replace(other, values=[]))
-            if mine.global_step != other.global_step:
-                raise MessageError(
-                    f"the global steps {mine.global_step} and {other.global_step} of tag {tag!r} are two"
-                )
-            mine.values += other.values
 
     def numbers(self, over: _MeanStep) -> Iterable[float]:
         """The statistics of the numbers of a step."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypeAlias, final, get_args
 
@@ -11,16 +11,22 @@ import numpy as np
 import scipy
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from analyze.metrics.accuracy import IGNORED, class_axis, yes_no
 from analyze.metrics.checks import check, check_word, is_whole
-from analyze.metrics.metric import AtStep, OfSteps, Record, Tagged, memory, restored
+from analyze.metrics.metric import AtStep, OfWindows, Record, Tagged
 from tracer.errors import MessageError
 from tracer.messaging.messages import Message, MessageBundle
 from tracer.numbers.arrays import Array, as_array
 
 Outputs: TypeAlias = Literal["logits", "probabilities"]
 Per: TypeAlias = Literal["pass", "epoch"]
+
+
+def check_per(per: object) -> None:
+    """Raise `MessageError` unless `per` is one of its words."""
+    check_word("per", per, get_args(Per))
 
 
 class ReportOfClasses(NamedTuple):
@@ -141,75 +147,46 @@ def _check(k: object, bins: object, outputs: object) -> None:
     check_word("outputs", outputs, get_args(Outputs))
 
 
-def _empty() -> NDArray[Any]:
-    return np.zeros(0)
-
-
 @dataclass
 class Tally(Record):
-    """Counts and sums over datapoints; two tallies can be added."""
+    """Counts and sums over datapoints, by name; two tallies can be added."""
 
     classes: int = 0
-    total: int = 0
-    correct: int = 0
-    found: int = 0
-    margin: float = 0.0
-    entropy: float = 0.0
     fits: bool = True
-    of_class: NDArray[Any] = field(default_factory=_empty)
-    confusion: NDArray[Any] = field(default_factory=_empty)
-    bin_counts: NDArray[Any] = field(default_factory=_empty)
-    bin_correct: NDArray[Any] = field(default_factory=_empty)
-    bin_confidence: NDArray[Any] = field(default_factory=_empty)
+    sums: dict[str, Any] = field(default_factory=dict)
 
     def add(self, output: Array, labels: Array, k: int, bins: int, outputs: Outputs, ignore_index: int) -> None:
         """Count one batch. Raise `MessageError` if its shapes do not fit."""
         scores_nc, labels_n, counted = cases(output, labels, outputs, ignore_index)
         if not counted.all():
             scores_nc, labels_n = scores_nc[counted], labels_n[counted]
-        self.plus(_count(scores_nc, labels_n, k, bins, outputs))
+        self.plus(Tally(scores_nc.shape[1], sums=_sums(scores_nc, labels_n, k, bins, outputs)))
 
     def plus(self, other: Tally) -> None:
         """Add another tally."""
-        if not self.classes:
-            self.classes = other.classes
-            for name in _ARRAYS:
-                setattr(self, name, getattr(other, name).copy())
-        elif other.classes and other.classes != self.classes:
+        if self.classes and other.classes and self.classes != other.classes:
             raise MessageError(f"a pass has one number of classes, not {self.classes} and {other.classes}")
-        elif other.classes:
-            for name in _ARRAYS:
-                setattr(self, name, getattr(self, name) + getattr(other, name))
-        for name in ("total", "correct", "found", "margin", "entropy"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.fits = self.fits and other.fits
+        self.classes, self.fits = self.classes or other.classes, self.fits and other.fits
+        for name, more in other.sums.items():
+            self.sums[name] = self.sums.get(name, 0) + more
 
     def report(self) -> ReportOfClasses:
         """The report of these counts."""
-        if not self.fits or not self.total:
-            c = self.classes if self.fits else 0
-            nan = math.nan
+        n = self.sums.get("total", 0) if self.fits else 0
+        if not n:
+            c, nan = self.classes if self.fits else 0, math.nan
             return ReportOfClasses(nan, nan, np.full(c, nan), np.zeros((c, c), np.int64), nan, nan, nan, 0)
-        n = self.total
+        sums = self.sums
         with np.errstate(invalid="ignore", divide="ignore"):
-            class_accuracy = np.diagonal(self.confusion) / self.of_class
-            error = float(np.abs(self.bin_correct - self.bin_confidence).sum() / n)
-        return ReportOfClasses(
-            self.correct / n,
-            self.found / n,
-            class_accuracy.astype(np.float64),
-            self.confusion.astype(np.int64),
-            error,
-            self.margin / n,
-            self.entropy / n,
-            n,
-        )
+            class_accuracy = np.diagonal(sums["confusion"]) / sums["of_class"]
+            error = float(np.abs(sums["bin_correct"] - sums["bin_confidence"]).sum() / n)
+        shares = (sums["correct"] / n, sums["found"] / n, class_accuracy, sums["confusion"])
+        return ReportOfClasses(*shares, error, sums["margin"] / n, sums["entropy"] / n, n)
 
 
-_ARRAYS = ("of_class", "confusion", "bin_counts", "bin_correct", "bin_confidence")
-
-
-def _count(scores_nc: NDArray[np.float64], labels_n: NDArray[np.int64], k: int, bins: int, outputs: Outputs) -> Tally:
+def _sums(
+    scores_nc: NDArray[np.float64], labels_n: NDArray[np.int64], k: int, bins: int, outputs: Outputs
+) -> dict[str, Any]:
     n, classes = scores_nc.shape
     rows = np.arange(n)
     valid = ~np.isnan(scores_nc).any(1)
@@ -230,30 +207,31 @@ def _count(scores_nc: NDArray[np.float64], labels_n: NDArray[np.int64], k: int, 
         place = np.nan_to_num(np.ceil(confidence * bins) - 1, nan=0).clip(0, bins - 1).astype(np.int64)
     right = (predicted == labels_n) & valid
     pairs = labels_n[valid] * classes + predicted[valid]
-    return Tally(
-        classes=classes,
-        total=n,
-        correct=int(np.count_nonzero(right)),
-        found=int(np.count_nonzero(valid & (np.count_nonzero(ahead, axis=1) < k))),
-        margin=margin,
-        entropy=entropy,
-        of_class=np.bincount(labels_n, minlength=classes).astype(np.int64),
-        confusion=np.bincount(pairs, minlength=classes**2).reshape(classes, classes).astype(np.int64),
-        bin_counts=np.bincount(place, minlength=bins).astype(np.int64),
-        bin_correct=np.bincount(place, weights=right, minlength=bins),
-        bin_confidence=np.bincount(place, weights=confidence, minlength=bins),
-    )
+    return {
+        "total": n,
+        "correct": int(np.count_nonzero(right)),
+        "found": int(np.count_nonzero(valid & (np.count_nonzero(ahead, axis=1) < k))),
+        "margin": margin,
+        "entropy": entropy,
+        "of_class": np.bincount(labels_n, minlength=classes),
+        "confusion": np.bincount(pairs, minlength=classes**2).reshape(classes, classes),
+        "bin_correct": np.bincount(place, weights=right, minlength=bins),
+        "bin_confidence": np.bincount(place, weights=confidence, minlength=bins),
+    }
 
 
 @dataclass
 class _ReportPass(AtStep):
-    """The tally of a current pass or epoch, and the counters of its last batch."""
+    """The tally of a pass or epoch."""
 
     tally: Tally = field(default_factory=Tally)
 
+    def join(self, later: _ReportPass) -> None:
+        self.tally.plus(later.tally)
+
 
 @final
-class ClassificationReport(Tagged):
+class ClassificationReport(OfWindows[_ReportPass], Tagged):
     r"""How good the classifications of each pass (or epoch) are, over all its datapoints together: correct / total.
 
     Answers, for each pass: ``{kind}_accuracy``, ``{kind}_top{k}_accuracy`` and ``{kind}_calibration_error``, float64
@@ -320,10 +298,12 @@ class ClassificationReport(Tagged):
     """
 
     name = "classification_report"
+    gathered = _ReportPass
     scope = "stream"
     mergeable = True
     invariances = ("rows",)
 
+    checks = (_check, check_per)
     takes = ("kind", "labels")
     kind: str = "network_output"
     _: KW_ONLY
@@ -334,63 +314,26 @@ class ClassificationReport(Tagged):
     per: Per = "pass"
     ignore_index: int = IGNORED
     tag: str | None = "!default"
-    _passes: dict[tuple[str, int], _ReportPass] = memory(dict)
-
-    def check(self) -> None:
-        """Raise `MessageError` unless the parameters are in their ranges."""
-        _check(self.k, self.bins, self.outputs)
-        check_per(self.per)
 
     def produced(self) -> list[str]:
         """A kind for each part of a `ReportOfClasses` but the total."""
         return [f"{self.kind}_{what.replace('top_k', f'top{self.k}')}" for what in ReportOfClasses._fields[:-1]]
 
-    def compute(self, bundle: MessageBundle) -> Iterator[Message]:
-        """Count one batch; if it begins another pass, first answer with the report of the pass before."""
-        now = bundle.tag, bundle.epoch if self.per == "epoch" else bundle.global_step
-        if now not in self._passes:
-            for over in [key for key in self._passes if key[0] == bundle.tag]:
-                yield from self._answers(bundle.tag, self._passes.pop(over))
-            self._passes[now] = _ReportPass.of(bundle)
-        one = self._passes[now]
-        one.move_to(bundle)
+    def window_of(self, bundle: MessageBundle) -> tuple[str, int]:
+        """The tag, and the step or the epoch, by `per`."""
+        return bundle.tag, bundle.epoch if self.per == "epoch" else bundle.global_step
+
+    def hear(self, now: _ReportPass, bundle: MessageBundle) -> None:
+        """Count one batch."""
         try:
-            one.tally.add(bundle[self.kind], bundle[self.labels], self.k, self.bins, self.outputs, self.ignore_index)
+            now.tally.add(bundle[self.kind], bundle[self.labels], self.k, self.bins, self.outputs, self.ignore_index)
         except MessageError:  # the shapes do not fit: this pass has no report, and the replay goes on
-            one.tally.fits = False
+            now.tally.fits = False
 
-    def conclude(self) -> Iterator[Message]:
-        """Answer with the report of the last pass of each tag."""
-        passes, self._passes = self._passes, {}
-        for (tag, _), last in passes.items():
-            yield from self._answers(tag, last)
-
-    def merge(self, state: Mapping[str, Any]) -> None:
-        """Add the counts of another metric's state, which heard other batches.
-
-        Raises
-        ------
-        MessageError
-            If the numbers of classes in the two halves of a pass differ.
-        """
-        for key, other in restored(state["passes"]).items():
-            mine = self._passes.setdefault(key, replace(other, tally=Tally()))
-            mine.tally.plus(other.tally)
-            mine.global_step, mine.train_step, mine.epoch = max(
-                [mine.global_step, mine.train_step, mine.epoch], [other.global_step, other.train_step, other.epoch]
-            )
-
-    def _answers(self, tag: str, over: _ReportPass) -> Iterator[Message]:
-        found = over.tally.report()
-        values: tuple[Any, ...] = found[:-1]
-        for kind, value in zip(self.produces, values, strict=True):
-            data = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
-            yield over.network_message(kind, tag, data)
-
-
-def check_per(per: object) -> None:
-    """Raise `MessageError` unless `per` is one of its words."""
-    check_word("per", per, get_args(Per))
+    def numbers(self, over: _ReportPass) -> Iterator[float | Tensor]:
+        """The report of a pass."""
+        for value in over.tally.report()[:-1]:
+            yield torch.from_numpy(value) if isinstance(value, np.ndarray) else value
 
 
 class Forgotten(NamedTuple):
@@ -451,11 +394,9 @@ class _Learning(Record):
         self.events = np.zeros(size, np.int64)
 
     def grow(self, size: int) -> None:
-        more = size - len(self.last)
-        if more > 0:
-            self.last = np.concatenate([self.last, np.full(more, -1, np.int8)])
-            self.learned = np.concatenate([self.learned, np.zeros(more, np.bool_)])
-            self.events = np.concatenate([self.events, np.zeros(more, np.int64)])
+        more = (0, max(0, size - len(self.last)))
+        self.last = np.pad(self.last, more, constant_values=-1)
+        self.learned, self.events = np.pad(self.learned, more), np.pad(self.events, more)
 
     def present(self, slots: NDArray[np.int64], correct: NDArray[np.int8]) -> int:
         """Record one presentation; return how many datapoints were forgotten."""
@@ -490,7 +431,7 @@ class _ForgettingPass(AtStep):
 
 
 @final
-class Forgetting(OfSteps[_ForgettingPass], Tagged):
+class Forgetting(OfWindows[_ForgettingPass], Tagged):
     r"""Forgetting events: :math:`\sum_i [\mathrm{correct}_i^{(t-1)}]\,[\neg\,\mathrm{correct}_i^{(t)}]`.
 
     Answers for each pass, as soon as a later pass of that tag begins or the run ends, float64 scalars:
@@ -556,6 +497,7 @@ class Forgetting(OfSteps[_ForgettingPass], Tagged):
     scope = "stream"
     same_inputs = True
     invariances = ("rows",)
+    checks = (check_per,)
 
     gives = tuple(
         f"{{kind}}_{what}"
@@ -569,26 +511,20 @@ class Forgetting(OfSteps[_ForgettingPass], Tagged):
     ignore_index: int = IGNORED
     tag: str | None = "!default"
 
-    def check(self) -> None:
-        """Raise `MessageError` unless `per` is known."""
-        check_per(self.per)
-
     def kinds(self) -> tuple[str, ...]:
         """Outputs and labels, and the ids where they are given."""
         return self.kind, self.labels, *(() if self.ids is None else (self.ids,))
 
-    def is_over(self, now: _ForgettingPass, bundle: MessageBundle) -> bool:
-        """Whether a batch begins another pass (or epoch, by `per`)."""
-        return now.epoch != bundle.epoch if self.per == "epoch" else super().is_over(now, bundle)
+    def window_of(self, bundle: MessageBundle) -> tuple[str, int]:
+        """The tag, and the step or the epoch, by `per`."""
+        return bundle.tag, bundle.epoch if self.per == "epoch" else bundle.global_step
 
-    def following(self, over: _ForgettingPass, bundle: MessageBundle) -> _ForgettingPass:
-        """The same record, with its datapoints, but without events of the new pass."""
-        over.forgotten, over.fits = 0, True
-        return over
+    def following(self, over: _ForgettingPass | None, bundle: MessageBundle) -> _ForgettingPass:
+        """A record with the datapoints of the pass before, but without events of the new pass."""
+        return _ForgettingPass.of(bundle) if over is None else replace(over, forgotten=0, fits=True)
 
     def hear(self, now: _ForgettingPass, bundle: MessageBundle) -> None:
         """Record one batch."""
-        now.move_to(bundle)
         try:
             now.forgotten += self._present(now, bundle)
         except MessageError:  # the shapes do not fit: this pass has NaN for answers, and the replay goes on
@@ -612,8 +548,8 @@ class Forgetting(OfSteps[_ForgettingPass], Tagged):
 
     def conclude(self) -> Iterator[Message]:
         """Answer for the last pass of each tag, and with the counts of every datapoint."""
-        tags, self.steps = self.steps, {}
-        for tag, last in tags.items():
+        tags, self.open = self.open, {}
+        for tag, last in [(tag, last) for tag, passes in tags.items() for last in passes.values()]:
             yield from self.answers(tag, last)
             counts = [learning.counts() for _, learning in sorted(last.batches.items())]
             if last.slots and counts:  # order by id; slots are in the order of first presentation

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias, final, get_args
 
@@ -25,7 +25,7 @@ from tracer.numbers.arrays import Array, as_array
 from tracer.numbers.moments import BLOCK, buffer, extremes
 from tracer.numbers.statistics import are_statistics
 
-_INFINITY, _SIGN = 0x7F80, 0x8000
+_SIGN = 0x8000
 
 
 @dataclass(slots=True, eq=False)
@@ -105,57 +105,28 @@ def sketch(x: Array) -> Sketch:
     >>> [part.tolist() for part in found.bins()]
     [[-3.0, 0.0, 1.0], [-3.0, 0.0, 1.001], [1, 1, 2]]
     """
-    array = as_array(x)
-    flat = array.reshape(-1)
+    flat = as_array(x).reshape(-1)
     found = Sketch(np.zeros(65536, np.int64))
-    if flat.size == 0 or flat.dtype.kind == "c":
-        return found
-    counts = counts_by_key(flat)
-    infinite = int(counts[_INFINITY]), int(counts[_INFINITY | _SIGN])
-    found.nan = int(counts[_INFINITY + 1 : _SIGN].sum() + counts[(_INFINITY | _SIGN) + 1 :].sum())
-    if any(infinite):  # a NaN can have the upper bits of an infinity
-        found.positive_infinities = _how_many(flat, lambda part: part == np.inf)
-        found.negative_infinities = _how_many(flat, lambda part: part == -np.inf)
-        found.nan += sum(infinite) - found.positive_infinities - found.negative_infinities
-    counts[_INFINITY:_SIGN] = counts[_INFINITY | _SIGN :] = 0
-    if counts[0] or counts[_SIGN]:  # a tiny number has the upper bits of a zero
-        found.zeros = _how_many(flat, lambda part: part == 0)
-        tiny, below = int(counts[0] + counts[_SIGN]) - found.zeros, 0
-        if tiny:
-            below = _how_many(flat, lambda part: part < 0) - int(counts[_SIGN + 1 :].sum()) - found.negative_infinities
-        counts[0], counts[_SIGN] = tiny - below, below
-    found.counts = counts
-    if found.finite:
-        found.low, found.high = extremes(flat) if not (found.nan or any(infinite)) else _finite_extremes(flat)
-    return found
-
-
-def counts_by_key(flat: NDArray[Any]) -> NDArray[np.int64]:
-    """How many numbers of a vector, as float32, have each of the 65536 combinations of upper bits."""
-    counts = np.zeros(65536, np.int64)
-    for start in range(0, flat.size, BLOCK):
-        keys = keys_of_float32(_as_float32(flat[start : start + BLOCK]))
-        numbers = buffer(len(keys), 0).view(np.int64)  # saves bincount the allocation
-        np.copyto(numbers, keys)
-        counts += np.bincount(numbers, minlength=65536)
-    return counts
-
-
-def _how_many(flat: NDArray[Any], such: Callable[[NDArray[Any]], NDArray[np.bool_]]) -> int:
-    """How many numbers of a vector meet a condition, block by block in the cache."""
-    return sum(int(np.count_nonzero(such(flat[start : start + BLOCK]))) for start in range(0, flat.size, BLOCK))
-
-
-def _finite_extremes(flat: NDArray[Any]) -> tuple[float, float]:
-    """The least and the greatest finite number of a vector, block by block in the cache."""
-    low, high = np.inf, -np.inf
-    for start in range(0, flat.size, BLOCK):
+    for start in range(0, 0 if flat.dtype.kind == "c" else flat.size, BLOCK):
         part = flat[start : start + BLOCK]
-        part = part[np.isfinite(part)]
-        if part.size:
-            least, greatest = extremes(part)
-            low, high = min(low, least), max(high, greatest)
-    return low, high
+        finite = np.isfinite(part)
+        if not finite.all():
+            found.nan += int(np.count_nonzero(np.isnan(part)))
+            found.positive_infinities += int(np.count_nonzero(part == np.inf))
+            found.negative_infinities += int(np.count_nonzero(part == -np.inf))
+            part = part[finite]
+        if not part.size:
+            continue
+        low, high = extremes(part)
+        found.low, found.high = min(found.low, low), max(found.high, high)
+        size = part.size
+        if low <= 0 <= high:
+            part = part[part != 0]
+        found.zeros += size - part.size
+        numbers = buffer(part.size, 0).view(np.int64)  # saves bincount the allocation
+        np.copyto(numbers, keys_of_float32(_as_float32(part)))
+        found.counts += np.bincount(numbers, minlength=65536)
+    return found
 
 
 def _as_float32(part: NDArray[Any]) -> NDArray[np.float32]:
@@ -337,6 +308,7 @@ class Histogram(PerMessage, Selected):
     takes_many = True
     spoiled_by = ("reduce",)
     invariances = ("order",)
+    checks = (_check_bins,)
 
     kind: str = "weights"
     _: KW_ONLY
@@ -345,10 +317,6 @@ class Histogram(PerMessage, Selected):
     high: float | None = None
     method: Method = "exact"
     details: bool = False
-
-    def check(self) -> None:
-        """Raise `MessageError` unless bins, range and method are in order."""
-        _check_bins(self.bins, self.low, self.high, self.method)
 
     def produced(self) -> list[str]:
         """The counts and the edges; with `details` also the further numbers."""

@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from analyze.metrics.inputs import answer, blocks, carries_data
+from analyze.metrics.inputs import answer, blocks, power_of_two
 from analyze.metrics.metric import (
     AtStep,
-    OfSteps,
+    OfWindows,
     OneNumber,
     Selected,
     Stream,
@@ -56,9 +56,10 @@ def cosine(a: Array, b: Array) -> float:
     if (one.dtype.kind == "c") != (other.dtype.kind == "c"):
         one, other = one.astype(np.complex128), other.astype(np.complex128)
     with np.errstate(all="ignore"):
-        scales = _scale(one), _scale(other)
-        if not all(scale > 0 and math.isfinite(scale) for scale in scales):
+        largest = [float(np.max([np.abs(block).max() for block in blocks(x)], initial=0.0)) for x in (one, other)]
+        if not all(0 < size < math.inf for size in largest):
             return math.nan
+        scales = [power_of_two(size) for size in largest]
         sums = np.zeros(3)
         for left, right in zip(blocks(one), blocks(other), strict=True):
             left, right = left / scales[0], right / scales[1]
@@ -69,12 +70,6 @@ def cosine(a: Array, b: Array) -> float:
         product, left_square, right_square = sums.tolist()
         # one root of the product, so that equal tensors give exactly 1
         return max(-1.0, min(1.0, product / math.sqrt(left_square * right_square)))
-
-
-def _scale(x: NDArray[Any]) -> float:
-    """The largest power of two up to the largest modulus; the modulus itself if it is 0, infinite or NaN."""
-    largest = float(np.max([np.abs(block).max() for block in blocks(x)], initial=0.0))
-    return 2.0 ** (math.frexp(largest)[1] - 1) if largest > 0 and math.isfinite(largest) else largest
 
 
 def _real(block: NDArray[Any]) -> NDArray[np.float64]:
@@ -161,11 +156,6 @@ class DescentCosine(OneNumber, Selected):
     kind: str = "weight_updates"
     _: KW_ONLY
     gradients: str = "weight_gradients"
-
-    def check(self) -> None:
-        """Raise `MessageError` unless both kinds carry data."""
-        carries_data(self.kind)
-        carries_data(self.gradients)
 
     def value(self, bundle: MessageBundle) -> float:
         """The cosine of the update and the negative gradient."""
@@ -315,7 +305,7 @@ class _SlopeStep(AtStep):
 
 
 @final
-class Alpha(OfSteps[_SlopeStep], Selected):
+class Alpha(OfWindows[_SlopeStep], Selected):
     r"""Normalised step length: :math:`\alpha_t = -\langle g_{t+1}, u_t\rangle / \langle g_t, u_t\rangle`.
 
     0 says that the step went into the minimum along its direction, 1 that it went over to the other side at equal
@@ -385,22 +375,17 @@ class Alpha(OfSteps[_SlopeStep], Selected):
     bias: bool = True
 
     def check(self) -> None:
-        """Raise `MessageError` unless the kinds are different."""
+        """Pair the kinds of updates and gradients."""
         of_biases = [(self.bias_updates, self.bias_gradients)] if self.bias else []
         self._pairs = [(self.kind, self.gradients), *of_biases]
-        for kind in self.kinds():
-            carries_data(kind)
-        if len(set(self.kinds())) != len(self.kinds()):
-            raise MessageError(f"alpha needs different kinds, not {', '.join(self.kinds())}")
 
     def kinds(self) -> tuple[str, ...]:
         """Updates and gradients, of weights and of biases."""
         return tuple(kind for pair in self._pairs for kind in pair)
 
-    def following(self, over: _SlopeStep, message: Message) -> _SlopeStep:
+    def following(self, over: _SlopeStep | None, message: Message) -> _SlopeStep:
         """A record that refers to the step before, but to no earlier step."""
-        over.before = None
-        return replace(_SlopeStep.of(message), before=over)
+        return replace(_SlopeStep.of(message), before=None if over is None else replace(over, before=None))
 
     def hear(self, now: _SlopeStep, message: Message) -> None:
         """Keep one message."""

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from analyze.metrics.checks import check, check_word, is_number, is_whole
-from analyze.metrics.inputs import as_float64, axis_of_datapoints, carries_data, datapoints_first
-from analyze.metrics.metric import AtStep, OfSteps, Selected
+from analyze.metrics.inputs import as_float64, axis_of_datapoints, datapoints_first
+from analyze.metrics.metric import AtStep, OfWindows, Selected
 from analyze.metrics.sample_gram import ConvGeometry, SampleGram, layer_grams, linear_gram, may_have_time_first  # noqa: F401 - for the example
 from tracer.errors import MessageError
 from tracer.messaging.messages import Message
@@ -173,7 +173,7 @@ _TRIES = 8
 
 
 @final
-class GradientNoise(OfSteps[_NoiseStep], Selected):
+class GradientNoise(OfWindows[_NoiseStep], Selected):
     r"""Signal and noise in the gradient of each batch: the norm, inner-product and orthogonality tests, and more.
 
     From per-sample gradients :math:`g_b`, of which no one is stored or recorded: of a layer with inputs a and output
@@ -283,11 +283,7 @@ class GradientNoise(OfSteps[_NoiseStep], Selected):
         return self.kind, self.inputs, self.weights, self.loss, *((self.biases,) if self.bias else ())
 
     def check(self) -> None:
-        """Raise `MessageError` unless the kinds are different, and the other parameters in their ranges."""
-        for kind in self.kinds():
-            carries_data(kind)
-        if len(set(self.kinds())) != len(self.kinds()):
-            raise MessageError(f"gradient noise needs different kinds, not {', '.join(self.kinds())}")
+        """Raise `MessageError` unless the parameters are in their ranges."""
         check_word("reduction", self.reduction, get_args(Reduction))
         for what in ("learning_rate", "eps"):
             number = getattr(self, what)

@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import KW_ONLY
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple, TypeAlias, final
+from typing import Any, ClassVar, NamedTuple, TypeAlias, final
 
 import numpy as np
 import scipy
@@ -146,6 +146,11 @@ def diagonal_of(products: Products, size: int) -> NDArray[np.float64]:
     return found
 
 
+def check_exact(exact: object) -> None:
+    """Raise `MessageError` unless `exact` is a valid limit of parameters up to which a metric computes exactly."""
+    check(is_whole(exact, 0), "exact is a number of parameters, an integer from 0", exact)
+
+
 class OfLoss(PerMessage):
     """Answers each training loss with numbers computed from its derivatives, at the weights of the step.
 
@@ -162,6 +167,7 @@ class OfLoss(PerMessage):
     """
 
     needs_model = True
+    checks: ClassVar[tuple[Callable[..., object], ...]] = (check_exact,)
 
     kind = "loss"
     _: KW_ONLY
@@ -174,10 +180,6 @@ class OfLoss(PerMessage):
         modules = self.modules
         self._globs = (modules,) if isinstance(modules, str) else None if modules is None else tuple(modules)
         self._objective: Objective | None = None
-
-    def check(self) -> None:
-        """Raise `MessageError` unless `exact` is in its range."""
-        check_exact(self.exact)
 
     def where(self) -> tuple[str, int, None]:
         """Every loss of the training; `modules` choose parameters, not messages."""
@@ -206,11 +208,6 @@ class OfLoss(PerMessage):
     @abstractmethod
     def of(self, block: Block, random: np.random.Generator) -> Iterable[float | Tensor]:
         """The numbers of a loss, as a function of the block's parameters."""
-
-
-def check_exact(exact: object) -> None:
-    """Raise `MessageError` unless `exact` is a valid limit of parameters up to which a metric computes exactly."""
-    check(is_whole(exact, 0), "exact is a number of parameters, an integer from 0", exact)
 
 
 PROBES = 60
@@ -388,15 +385,11 @@ class HessianTrace(OfLoss):
 
     name = "hessian_trace"
 
+    checks = (check_exact, check_probes)
     gives = ("loss_hessian_trace", "loss_hessian_trace_low", "loss_hessian_trace_high")
     _: KW_ONLY
     exact: int = 512
     probes: int = PROBES
-
-    def check(self) -> None:
-        """Raise `MessageError` unless `exact` and `probes` are in their ranges."""
-        check_probes(self.probes)
-        super().check()
 
     def of(self, block: Block, random: np.random.Generator) -> Estimated:
         """The trace and its interval."""
@@ -623,16 +616,13 @@ class HessianEigen(OfLoss):
 
     name = "hessian_eigen"
 
+    checks = (_check,)
     gives = tuple(f"loss_hessian_eigen{what}" for what in ("", "_max", "_min", "_residual"))
     _: KW_ONLY
     k: int = 1
     exact: int = 512
     tolerance: float = 1e-6
     steps: int = 100
-
-    def check(self) -> None:
-        """Raise `MessageError` unless the parameters are in their ranges."""
-        _check(self.k, self.exact, self.tolerance, self.steps)
 
     def of(self, block: Block, random: np.random.Generator) -> Iterable[float | Tensor]:
         """The largest eigenvalues in magnitude, the greatest, the least, and the residual."""

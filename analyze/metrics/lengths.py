@@ -14,14 +14,13 @@ from analyze.metrics.inputs import (
     answer,
     as_float64,
     axis_of_datapoints,
-    carries_data,
     datapoints_first,
     power_of_two,
     real_numbers,
 )
 from analyze.metrics.metric import (
     AtStep,
-    OfSteps,
+    OfWindows,
     OneNumber,
     PerMessage,
     Selected,
@@ -168,7 +167,7 @@ class _NormStep(AtStep):
 
 
 @final
-class TotalNorm(OfSteps[_NormStep], Selected):
+class TotalNorm(OfWindows[_NormStep], Selected):
     r"""Norm of all gradients of a model together, before clipping and after it: :math:`\sqrt{\sum_l \|g_l\|_2^2}`.
 
     Answers ``total_norm_before`` and ``total_norm_after``: float64 scalars, in the unit of the gradients, for the whole
@@ -353,9 +352,7 @@ class Ratio(OneNumber, Selected):
     order: float = 2
 
     def check(self) -> None:
-        """Raise `MessageError` unless both kinds carry data and `order` is a positive number."""
-        carries_data(self.dividend)
-        carries_data(self.divisor)
+        """Raise `MessageError` unless `order` is a positive number."""
         check_order(self.order)
         self.takes_statistics = self.order in SHARED
 
@@ -407,10 +404,7 @@ def distance(now: Array, beginning: Array) -> Displacement:
         raise MessageError(f"a distance needs two tensors of one shape, not {one.shape} and {other.shape}")
     with np.errstate(invalid="ignore", over="ignore"):
         far = norm(as_float64(one) - as_float64(other))
-    began = norm(other)
-    if began == 0:
-        return Displacement(far, math.nan if far == 0 or math.isnan(far) else math.inf)
-    return Displacement(far, far / began)
+    return Displacement(far, _quotient(far, norm(other)))
 
 
 @final

@@ -15,11 +15,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from analyze.metrics.inputs import answer, carries_data
+from tracer.errors import MessageError
 from tracer.messaging.messages import DEFAULT_TAG, Message, MessageBundle, derived, message_of
 from tracer.messaging.receiver import Scope
 from tracer.messaging.stacks import Stack, is_newer
 from tracer.messaging.subscriber import Subscriber
 from tracer.messaging.subscription import Subscription, SynchronizedSubscription
+from tracer.numbers.moments import Moments
 
 Stream: TypeAlias = tuple[str | None, str, int, str, int]
 """Module (None for the network), tag, call, leaf and rank: they identify a stream among those of one kind."""
@@ -55,7 +57,7 @@ _IS = ("is",)
 class Record:
     """A value of a metric's memory that has named parts: plain values, arrays, tensors, containers and records."""
 
-    known: ClassVar[dict[str, type[Record]]] = {}
+    known: ClassVar[dict[str, type[Any]]] = {"Moments": Moments}
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -87,7 +89,7 @@ def stored(value: Any) -> Any:
         return torch.from_numpy(np.array(value, order="C"))
     if isinstance(value, Tensor):
         return {_IS: "Tensor", "data": value}
-    if isinstance(value, Record):
+    if isinstance(value, (Record, Moments)):
         return {_IS: type(value).__name__, **value.state()}
     if isinstance(value, deque):
         return {_IS: "deque", "maxlen": value.maxlen, "items": [stored(item) for item in value]}
@@ -127,9 +129,17 @@ class AtStep(Record):
         """The place of a message or bundle."""
         return cls(source.global_step, source.train_step, source.epoch, source.rank)
 
-    def move_to(self, source: Message | MessageBundle) -> None:
-        """Take the place of a later message or bundle of the same rank."""
+    def move_to(self, source: Message | MessageBundle | AtStep) -> None:
+        """Take the place of a later message, bundle or record of the same rank."""
         self.global_step, self.train_step, self.epoch = source.global_step, source.train_step, source.epoch
+
+    def join(self, later: Any) -> None:
+        """Add a later part of the same window; only the records of mergeable metrics can."""
+        raise NotImplementedError
+
+    def counters(self) -> tuple[int, int, int]:
+        """The counters, in the order of the run."""
+        return self.global_step, self.train_step, self.epoch
 
     def is_at(self, source: Message | MessageBundle) -> bool:
         """Whether a message or bundle has these counters."""
@@ -199,6 +209,9 @@ class Metric(Registered):
     ----------
     scope, mergeable, version, invariances, spoiled_by, takes_many
         As in `tracer.Subscriber`. A metric without memory has ``scope = "message"``; `version` begins at 1.
+    checks : tuple of callable
+        Each is called with the fields of the same names as its parameters, and raises `MessageError` unless they are in
+        their ranges.
     takes : tuple of str
         The names of the parameters that hold the kinds of the messages that the metric takes.
     gives : tuple of str
@@ -211,9 +224,10 @@ class Metric(Registered):
     Raises
     ------
     MessageError
-        If the metric takes messages one by one and a kind is an event, which carries no data.
+        If a parameter is out of its range, a kind is an event, which carries no data, or two kinds are the same.
     """
 
+    checks: ClassVar[tuple[Callable[..., object], ...]] = ()
     takes: ClassVar[tuple[str, ...]] = ("kind",)
     gives: ClassVar[tuple[str, ...]] = ("{kind}_{name}",)
     bundled: ClassVar[bool] = True
@@ -230,19 +244,23 @@ class Metric(Registered):
     def __post_init__(self) -> None:
         self.check()
         kinds, where = self.kinds(), self.where()
+        for kind in kinds:
+            carries_data(kind)
         if self.bundled and len(kinds) > 1:
             statistics = bool(self.takes_statistics)
             together = SynchronizedSubscription(kinds, *where, incomplete="drop", statistics=statistics)
             super().__init__(together, self.produced())
             return
-        for kind in kinds:
-            carries_data(kind)
+        if len(set(kinds)) < len(kinds):
+            raise MessageError(f"{self.name} needs different kinds, not {', '.join(kinds)}")
         wanted = (kinds,) if self.either else kinds
         each = (Subscription(kind, *where, statistics=self.takes_statistics) for kind in wanted)
         super().__init__(each, self.produced())
 
     def check(self) -> None:
         """Raise `MessageError` unless each parameter is in its range."""
+        for one in self.checks:
+            one(**{name: getattr(self, name) for name in inspect.signature(one).parameters})
 
     def kinds(self) -> tuple[str, ...]:
         """The kinds of the messages that the metric takes."""
@@ -333,54 +351,74 @@ class OneNumber(PerMessage):
 Gathered = TypeVar("Gathered", bound=AtStep)
 
 
-class OfSteps(Metric, Generic[Gathered]):
-    """Gathers the messages of each tag's step, and answers for the step when the next step begins or the run ends.
+class OfWindows(Metric, Generic[Gathered]):
+    """Gathers what is answered together, by default the messages of each tag's step, and answers when it is over.
+
+    It is over when a message of the next window comes, or the run ends. States with windows of one key that are not
+    the same, as of two halves of a run, are merged side by side.
 
     Attributes
     ----------
     gathered : type
-        The record of a step: a dataclass, a subclass of `AtStep` whose further fields have defaults.
-    steps : dict
-        The record of each tag's current step.
+        The record of a window: a dataclass, a subclass of `AtStep` whose further fields have defaults. If the metric is
+        mergeable, it has a method ``join``, which adds a later part of the same window.
+    open : dict
+        The records of the windows that are not over: key → number of the window → record.
     """
 
     gathered: ClassVar[type[Any]]
-    steps: dict[str, Gathered] = memory(dict)
+    open: dict[Any, dict[int, Gathered]] = memory(dict)
 
-    def is_over(self, now: Gathered, message: Any) -> bool:
-        """Whether a message (or bundle) begins another step."""
-        return bool(now.global_step != message.global_step)
+    def window_of(self, message: Any) -> tuple[Any, int]:
+        """The key and the number of the window that a message (or bundle) belongs to."""
+        return message.tag, message.global_step
 
-    def following(self, over: Gathered, message: Any) -> Gathered:
-        """The initial record of the step that a message begins, given the record of the step before."""
+    def following(self, over: Gathered | None, message: Any) -> Gathered:
+        """The initial record of the window that a message begins, given the record of the window before, if any."""
         begun: Gathered = self.gathered.of(message)
         return begun
 
     @abstractmethod
     def hear(self, now: Gathered, message: Any) -> None:
-        """Add a message (or bundle) to the record of its step."""
+        """Add a message (or bundle) to the record of its window, whose place is still that of the message before."""
 
     @abstractmethod
     def numbers(self, over: Gathered) -> Iterable[float | Tensor]:
-        """The numbers of a step that is over, in the order of `produces`; empty if there is no answer."""
+        """The numbers of a window that is over, in the order of `produces`; empty if there is no answer."""
 
-    def answers(self, tag: str, over: Gathered) -> Iterator[Message]:
-        """The answers for a step that is over."""
+    def answers(self, key: Any, over: Gathered) -> Iterator[Message]:
+        """The answers for a window that is over; by default the key is a tag, and they are about the network."""
         for kind, number in zip(self.produces, self.numbers(over), strict=False):
-            yield over.network_message(kind, tag, number)
+            yield over.network_message(kind, key, number)
 
     def compute(self, message: Any) -> Iterator[Message]:
-        """Gather one message; if it begins another step, first answer for the step before."""
-        now = self.steps.get(message.tag)
-        if now is None:
-            now = self.steps[message.tag] = self.gathered.of(message)
-        elif self.is_over(now, message):
-            yield from self.answers(message.tag, now)
-            now = self.steps[message.tag] = self.following(now, message)
-        self.hear(now, message)
+        """Gather one message; if it begins another window, first answer for the window before."""
+        key, number = self.window_of(message)
+        windows, before = self.open.setdefault(key, {}), None
+        for other in [other for other in windows if other != number]:
+            before = windows.pop(other)
+            yield from self.answers(key, before)
+        if number not in windows:
+            windows[number] = self.following(before, message)
+        self.hear(windows[number], message)
+        windows[number].move_to(message)
 
     def conclude(self) -> Iterator[Message]:
-        """Answer for the last step of each tag."""
-        steps, self.steps = self.steps, {}
-        for tag, last in steps.items():
-            yield from self.answers(tag, last)
+        """Answer for the windows that are not over."""
+        keys, self.open = self.open, {}
+        for key, windows in keys.items():
+            for window in windows.values():
+                yield from self.answers(key, window)
+
+    def merge(self, state: Mapping[str, Any]) -> None:
+        """Add the windows of another metric's state, whose messages came after those of this one."""
+        if not self.mergeable:
+            super().merge(state)
+        for key, others in restored(state["open"]).items():
+            windows = self.open.setdefault(key, {})
+            for number, later in others.items():
+                if number in windows:
+                    windows[number].join(later)
+                    windows[number].move_to(max(windows[number], later, key=AtStep.counters))
+                else:
+                    windows[number] = later

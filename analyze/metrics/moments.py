@@ -480,13 +480,10 @@ class Variance(OneStatistic):
     spoiled_by = ("reduce",)
     version = 3
     invariances = ("order", "shift", "sign")
+    checks = (check_ddof,)
 
     _: KW_ONLY
     ddof: int = 1
-
-    def check(self) -> None:
-        """Raise `MessageError` unless `ddof` is an integer from 0 on."""
-        check_ddof(self.ddof)
 
     def value(self, message: Message) -> float:
         """The variance, from the pass that subscribers share; complex data needs a pass of its own."""

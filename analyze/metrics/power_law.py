@@ -460,14 +460,11 @@ class PowerLaw(PerMessage, Selected):
     spoiled_by = ("elements", "reduce")
     invariances = ("rows", "sign", "orthogonal")
 
+    checks = (check_conv,)
     gives = tuple(f"{{kind}}_power_law_{what}" for what in ("alpha", "xmin", "D", "sigma", "num_spikes", "status"))
     kind: str = "weights"
     _: KW_ONLY
     conv: Conv = "slices"
-
-    def check(self) -> None:
-        """Raise `MessageError` unless `conv` is known."""
-        check_conv(self.conv)
 
     def measure(self, message: Message) -> tuple[float, ...]:
         """Answer one message with the power law of its spectrum."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from dataclasses import KW_ONLY
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import numpy as np
 import torch
@@ -310,10 +309,8 @@ class _SoftRank(OfSpectrum):
         squares = found.squares
         return float(cls.of_shares(squares / squares.sum()))
 
-    @staticmethod
-    @abstractmethod
-    def of_shares(shares: NDArray[np.float64]) -> Any:
-        """The rank, from the eigenvalues divided by their sum, largest first."""
+    of_shares: ClassVar[staticmethod[[NDArray[np.float64]], Any]]
+    """The rank, from the eigenvalues divided by their sum, largest first."""
 
 
 @final
@@ -364,11 +361,7 @@ class StableRank(_SoftRank):
     """
 
     name = "stable_rank"
-
-    @staticmethod
-    def of_shares(shares: NDArray[np.float64]) -> Any:
-        """One over the largest share."""
-        return 1 / shares[0]
+    of_shares = staticmethod(lambda shares: 1 / shares[0])
 
 
 @final
@@ -420,11 +413,12 @@ class ParticipationRatio(_SoftRank):
     """
 
     name = "participation_ratio"
+    of_shares = staticmethod(lambda shares: 1 / np.square(shares).sum())
 
-    @staticmethod
-    def of_shares(shares: NDArray[np.float64]) -> Any:
-        """One over the sum of the squared shares."""
-        return 1 / np.square(shares).sum()
+
+def _exponential_entropy(shares: NDArray[np.float64]) -> Any:
+    some = shares[shares > 0]
+    return np.exp(-np.sum(some * np.log(some)))
 
 
 @final
@@ -476,9 +470,4 @@ class EffectiveRank(_SoftRank):
     """
 
     name = "effective_rank"
-
-    @staticmethod
-    def of_shares(shares: NDArray[np.float64]) -> Any:
-        """The exponential of the entropy."""
-        some = shares[shares > 0]
-        return np.exp(-np.sum(some * np.log(some)))
+    of_shares = staticmethod(_exponential_entropy)

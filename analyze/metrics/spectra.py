@@ -1,4 +1,4 @@
-"""The singular values of a weight, or of centred activations, computed once for all metrics.
+"""The singular values of a weight, or of centred activations, computed once for all metrics; layer saturation.
 
 Shapes: ``w_oi`` is a weight with o outputs (its first axis) and i inputs (all other axes, flattened); ``x_nd`` has n
 datapoints and d neurons.
@@ -10,20 +10,21 @@ import math
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import KW_ONLY, dataclass
-from typing import Any, Literal, TypeVar
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any, Literal, TypeVar, cast, final, get_args
 
 import numpy as np
 import scipy
 from numpy.typing import NDArray
 from torch import Tensor
 
-from analyze.metrics.checks import check
-from analyze.metrics.inputs import as_float64, power_of_two
-from analyze.metrics.metric import PerMessage, Record, Selected
-from analyze.metrics.similarity.datapoints import Channels, check_channels, neurons, neurons_last
+from analyze.metrics.checks import check, check_word, is_number
+from analyze.metrics.inputs import answer, as_float64, power_of_two
+from analyze.metrics.metric import AtStep, OfWindows, PerMessage, Record, Selected, Series, series_of
+from analyze.metrics.similarity.datapoints import Channels, channels_first, check_channels, neurons, neurons_last
 from tracer.errors import MessageError
-from tracer.messaging.messages import KINDS, Message
+from tracer.messaging.messages import KINDS, Message, derived
+from tracer.messaging.receiver import Scope
 from tracer.numbers.arrays import Array, as_array
 
 Status = Literal[
@@ -320,3 +321,293 @@ class OfSpectrum(PerMessage, Selected):
         data = neurons_last(message, self.channels).data
         number, status = self.number(of_data(data, bool(self.centre), self.channels))
         return number, code(status)
+
+
+Positions = Literal["datapoints", "mean", "max", "median", "flatten"]
+Window = Literal["message", "epoch"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SaturationResult:
+    """The saturation of a layer; ``float()`` gives its value.
+
+    Attributes
+    ----------
+    value : float
+        k / d; NaN if it is not defined.
+    k : int
+        The fewest directions that hold the share of the variance: the intrinsic dimension.
+    d, n : int
+        Neurons and datapoints.
+    trace : float
+        The trace of the covariance: the total variance, with n - 1 in the denominator.
+    log_det : float
+        Natural logarithm of the covariance's determinant; -inf if its rank is not full.
+    status : str
+        ``"ok"``; ``"few_samples"`` if n - 1 < 5 k, which makes k too small; or why the value is NaN: ``"zero"``
+        variance, ``"empty"``, ``"nonfinite"``, ``"mismatch"``.
+    """
+
+    value: float
+    k: int
+    d: int
+    n: int
+    trace: float
+    log_det: float
+    status: Status
+
+    def __float__(self) -> float:
+        return self.value
+
+
+def saturation(
+    x_nd: Array, threshold: float = 0.99, *, channels: Channels = "auto", positions: Positions = "datapoints"
+) -> SaturationResult:
+    """The share of a layer's directions that hold a share of the variance of its activations.
+
+    Parameters
+    ----------
+    x_nd : array
+        Activations (n, d), or of more axes, see `channels`.
+    threshold : float
+        The share of the variance, above 0 and up to 1.
+    channels : {"auto", "first", "last"}
+        Which axis is the neurons: ``"first"`` for convolutions (n, c, h, w), ``"last"`` for sequences (n, t, d);
+        ``"auto"`` takes three axes for a sequence and more for a convolution.
+    positions : {"datapoints", "mean", "max", "median", "flatten"}
+        What to do with the other axes: each position is a datapoint of its own, or all are pooled to one number for
+        each neuron, or each is a neuron of its own.
+
+    Returns
+    -------
+    SaturationResult
+
+    Raises
+    ------
+    MessageError
+        If an argument is out of its range, or the activations are not real numbers.
+
+    Examples
+    --------
+    >>> x_nd = [[3.0, 0.1, 0.0], [-3.0, 0.1, 0.0], [0.0, -0.1, 0.0], [0.0, -0.1, 0.0]]
+    >>> found = saturation(x_nd)
+    >>> round(float(found), 6), found.k, found.d, round(found.trace, 6), found.log_det
+    (0.333333, 1, 3, 6.013333, -inf)
+    """
+    check_saturation(threshold, channels, positions)
+    found = _measured(as_array(x_nd), threshold, channels, positions)
+    if found.status == "mismatch":
+        raise MessageError("saturation needs activations of real numbers with an axis of datapoints")
+    return found
+
+
+def check_saturation(threshold: object, channels: object, positions: object) -> None:
+    """Raise `MessageError` unless the parameters are in their ranges."""
+    good = is_number(threshold) and 0 < threshold <= 1
+    check(good, "threshold is a share of the variance, above 0 and at most 1", threshold)
+    check_channels(channels)
+    check_word("positions", positions, get_args(Positions))
+
+
+def arranged(x: NDArray[Any], channels: Channels, positions: Positions) -> NDArray[Any] | None:
+    """Activations as datapoints by neurons, with positions pooled; None if they are complex or a single number."""
+    if positions == "datapoints" or x.ndim < 3 or x.dtype.kind == "c":
+        return real_neurons(x, channels)
+    if positions == "flatten":
+        return x.reshape(len(x), math.prod(x.shape[1:]))
+    if not x.size:
+        return np.zeros((len(x), 0))
+    x_npc = np.moveaxis(x, 1, -1) if channels_first(x.shape, channels) else x
+    x_npc = x_npc.reshape(len(x), math.prod(x_npc.shape[1:-1]), x_npc.shape[-1]).astype(np.float64)
+    with np.errstate(invalid="ignore", over="ignore"):
+        if positions == "median":
+            return np.asarray(np.median(x_npc, axis=1))
+        return np.asarray(x_npc.mean(axis=1) if positions == "mean" else x_npc.max(axis=1))
+
+
+def _measured(x: Array | None, threshold: float, channels: Channels, positions: Positions) -> SaturationResult:
+    if positions == "datapoints":
+        return measured(spread(x, channels), threshold)
+    array = as_array(x)
+    x_nd = arranged(array, channels, positions)
+    if x_nd is None:
+        return _unsaturated(0, 0, "mismatch")
+    return measured(once(x, ("spread", channels, positions), lambda: spread(x_nd, "last")), threshold)
+
+
+def _unsaturated(n: int, d: int, status: Status) -> SaturationResult:
+    return SaturationResult(math.nan, 0, d, n, math.nan, math.nan, status)
+
+
+def measured(found: SpectrumOfWeights, threshold: float) -> SaturationResult:
+    """The saturation of a spectrum of activations; never raises."""
+    if found.status == "zero":
+        return replace(_unsaturated(found.rows, found.columns, "zero"), trace=0.0, log_det=-math.inf)
+    if found.status != "ok":
+        return _unsaturated(found.rows, found.columns, found.status)
+    squares, free = found.squares, max(found.rows - 1, 1)
+    held = np.cumsum(squares)
+    # the slack lets a share that is reached exactly count as reached despite rounding
+    k = min(int(np.searchsorted(held, threshold * held[-1] * (1 - 1e-12))) + 1, len(squares))
+    log_det = -math.inf
+    if found.rank == found.columns:
+        log_det = float(np.sum(np.log(squares / free))) + 2 * found.columns * math.log(found.scale)
+    trace = float(held[-1] / free) * found.scale * found.scale
+    status: Status = "few_samples" if found.rows - 1 < 5 * k else "ok"
+    return SaturationResult(k / found.columns, k, found.columns, found.rows, trace, log_det, status)
+
+
+def _numbers(found: SaturationResult) -> tuple[float, ...]:
+    return found.value, found.k, found.trace, found.log_det, code(found.status)
+
+
+@dataclass
+class _Epoch(AtStep):
+    """The datapoints of a series in one epoch, and the call of the last message."""
+
+    scatter: Scatter | None = None
+    status: Status = "ok"
+    call: int = 0
+
+    def join(self, later: _Epoch) -> None:
+        self.call = later.call
+        if later.status != "ok":
+            self.status = later.status
+        if later.scatter is not None:
+            self.add(later.scatter)
+
+    def add(self, part: Scatter) -> None:
+        if self.scatter is None:
+            self.scatter = part
+        elif len(part.mean) == len(self.scatter.mean):
+            self.scatter.join(part)
+        else:
+            self.status = "mismatch"
+
+    def result(self, threshold: float) -> SaturationResult:
+        if self.scatter is None or self.status != "ok":
+            n, d = (0, 0) if self.scatter is None else (self.scatter.count, len(self.scatter.mean))
+            return _unsaturated(n, d, "mismatch")
+        return measured(self.scatter.spectrum(), threshold)
+
+
+@final
+class Saturation(OfWindows[_Epoch], Selected):
+    r"""Saturation of each layer: :math:`k(\tau)/d`, the share of its directions that hold the share τ of the variance.
+
+    :math:`k` is the smallest number with :math:`\sum_{i \le k} \lambda_i \ge \tau \sum_i \lambda_i`, where
+    :math:`\lambda_i` are the eigenvalues of the covariance of the layer's d neurons. Answers ``{kind}_saturation``: a
+    float64 scalar from 0 to 1, without unit, for each message or each epoch; beside it
+    ``{kind}_saturation_k``, the intrinsic dimension; ``_trace``, the total variance in the unit of the data squared;
+    ``_log_det``, the natural logarithm of the covariance's determinant; and ``_status``, a number: 0 as it should be, 1
+    few datapoints (n - 1 < 5 k), 3 no variance, 4 NaN or infinity in the data, 5 no activations, or another number of
+    neurons than before, 6 empty.
+
+    Parameters
+    ----------
+    kind : str
+        A kind with activations: (n, d), or of more axes, see `channels`.
+    threshold : float
+        τ, above 0 and up to 1.
+    window : {"message", "epoch"}
+        Of which datapoints: those of each message (of a probe, say), or all that a stream's messages of one epoch
+        bring. The answer for an epoch has the counters of its last message.
+    channels : {"auto", "first", "last"}
+        Which axis is the neurons: ``"first"`` for convolutions (n, c, h, w), ``"last"`` for sequences (n, t, d);
+        ``"auto"`` takes three axes for a sequence and more for a convolution.
+    positions : {"datapoints", "mean", "max", "median", "flatten"}
+        What to do with the other axes: each position is a datapoint of its own, or all are pooled to one number for
+        each neuron, or each is a neuron of its own.
+    tag, subsample, modules
+        As in `tracer.Subscription`.
+
+    Raises
+    ------
+    MessageError
+        If messages of this kind carry no data, or a parameter is out of its range.
+
+    Notes
+    -----
+    *Formula*: :math:`k(\tau)/d`, the crossing direction included; covariance with n - 1.
+    *Cost*: :math:`O(n d^2 + d^3)` for each message; with epochs :math:`O(d^3)` once an epoch.
+    *Invariant to* orthogonal maps, to the order of neurons and datapoints, to offsets and to the scale of the data
+    (`_trace` and `_log_det` scale).
+    *Edge values*: NaN for a layer without variance, for empty data, and where NaN or infinity occurs. Never raises
+    during a replay.
+    *Memory*: none; with epochs for each stream the mean and the scatter of its datapoints, d (d + 1) float64. They can
+    be merged.
+    *Numerics*: parts are centred before they are squared and joined by Chan's formula, so an offset takes no digits.
+    *Found by*: layer saturation, intrinsic dimension. It is not about saturated units, whose outputs stay at the ends
+    of tanh or sigmoid: see ``activation_rate``, for tanh with ``threshold=0.99``.
+    *Source*: J. Shenk, M. L. Richter, A. Arpteg, M. Huss, "Spectral Analysis of Latent Representations",
+    arXiv:1907.08589; M. L. Richter, J. Shenk, W. Byttner, A. Arpteg, M. Huss, "Feature Space Saturation during
+    Training", arXiv:2006.08679, section 3.
+    *Formerly*: delve's ``lsat``, ``idim``, ``cov``, ``trc`` and ``det`` (whose k is one too small in most cases: it
+    leaves the crossing direction out), and its ``conv_method``: ``"channelwise"`` is ``positions="datapoints"``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from tracer import ModuleMessage
+    >>> x_nd = torch.tensor([[3.0, 0.1, 0.0], [-3.0, 0.1, 0.0], [0.0, -0.1, 0.0], [0.0, -0.1, 0.0]])
+    >>> message = ModuleMessage(kind="activations", module="fc", data=x_nd, global_step=0, train_step=0, epoch=0)
+    >>> [round(float(said.data), 4) for said in Saturation().compute(message)]
+    [0.3333, 1.0, 6.0133, -inf, 1.0]
+    """
+
+    name = "saturation"
+    gathered = _Epoch
+    scope = cast("Scope", "stream")  # type: ignore[redundant-cast] # else no other scope may take its place
+    version = 3
+    spoiled_by = ("elements", "reduce")
+    mergeable = True
+    invariances = ("rows", "sign", "scale", "offset", "orthogonal")
+
+    gives = tuple(f"{{kind}}_saturation{what}" for what in ("", "_k", "_trace", "_log_det", "_status"))
+    kind: str = "activations"
+    _: KW_ONLY
+    threshold: float = 0.99
+    window: Window = "message"
+    channels: Channels = "auto"
+    positions: Positions = "datapoints"
+
+    def check(self) -> None:
+        """Raise `MessageError` unless the parameters are in their ranges."""
+        check_saturation(self.threshold, self.channels, self.positions)
+        check_word("window", self.window, get_args(Window))
+        if self.window == "message":
+            self.scope = "message"
+
+    def compute(self, message: Message) -> Iterator[Message]:
+        """Answer a message with its saturation; with epochs, add it, and answer for the epoch that it ends, if any."""
+        message = neurons_last(message, self.channels)
+        if self.window == "epoch":
+            yield from super().compute(message)
+            return
+        found = _measured(message.data, self.threshold, self.channels, self.positions)
+        for kind, number in zip(self.produces, _numbers(found), strict=True):
+            yield derived(message, kind, answer(number))
+
+    def window_of(self, message: Message) -> tuple[Series, int]:
+        """The series and the epoch of a message."""
+        return series_of(message), message.epoch
+
+    def hear(self, now: _Epoch, message: Message) -> None:
+        """Add the datapoints of a message."""
+        now.call = message.call
+        x_nd = arranged(as_array(message.data), self.channels, self.positions)
+        if x_nd is None:
+            now.status = "mismatch"
+            return
+        part = Scatter(x_nd.shape[1])
+        part.add(x_nd)
+        now.add(part)
+
+    def numbers(self, over: _Epoch) -> tuple[float, ...]:
+        """The saturation of an epoch."""
+        return _numbers(over.result(self.threshold))
+
+    def answers(self, key: Series, over: _Epoch) -> Iterator[Message]:
+        """The answers about a series, with the counters of the epoch's last message."""
+        for kind, number in zip(self.produces, self.numbers(over), strict=True):
+            yield replace(over.message(kind, key, answer(number)), call=over.call)

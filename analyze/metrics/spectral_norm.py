@@ -357,6 +357,11 @@ def check_tolerance(tolerance: object) -> None:
     check(is_number(tolerance) and 0 < tolerance < 1, "tolerance is a relative error above 0 and below 1", tolerance)
 
 
+def check_certify(certify: object) -> None:
+    """Raise `MessageError` unless `certify`, the steps between two certificates, is an integer from 0 on."""
+    check(is_whole(certify, 0), "certify is 0 or a positive number of steps", certify)
+
+
 def _iterate(a_mn: NDArray[Any], random: np.random.Generator | None, tolerance: float) -> Extreme:
     generator = seeded("spectral_norm") if random is None else random
     with np.errstate(all="ignore"):
@@ -467,6 +472,7 @@ class SpectralNorm(PerMessage, Selected):
     spoiled_by = ("elements", "reduce")
     version = 4
     invariances = ("rows", "sign", "orthogonal")
+    checks = (check_tolerance, check_certify)
 
     gives = ("{kind}_spectral_norm", "{kind}_spectral_norm_residual", "{kind}_spectral_norm_status")
     kind: str = "weights"
@@ -474,11 +480,6 @@ class SpectralNorm(PerMessage, Selected):
     exact: bool = False
     tolerance: float = 1e-6
     certify: int = 100
-
-    def check(self) -> None:
-        """Raise `MessageError` unless `tolerance` and `certify` are in their ranges."""
-        check_tolerance(self.tolerance)
-        check_certify(self.certify)
 
     def measure(self, message: Message) -> tuple[float, float, float]:
         """Answer one message with its spectral norm, its residual and its status."""
@@ -490,8 +491,3 @@ class SpectralNorm(PerMessage, Selected):
             random=generator_of(message),
         )
         return found, found.residual, code(found.status, STATUSES)
-
-
-def check_certify(certify: object) -> None:
-    """Raise `MessageError` unless `certify`, the steps between two certificates, is an integer from 0 on."""
-    check(is_whole(certify, 0), "certify is 0 or a positive number of steps", certify)

@@ -66,7 +66,8 @@ def quantiles(x: Array, probabilities: Iterable[float] = (0.0, 0.25, 0.5, 0.75, 
     if size == 0 or (flat.is_complex() if isinstance(flat, Tensor) else flat.dtype.kind == "c"):
         return np.full(len(wanted), np.nan)
     if size < _SORTED:
-        return _of_few(as_float64(flat), wanted)
+        found: NDArray[np.float64] = quantiles_of_tensors(as_float64(flat)[None], wanted)[0]
+        return found
     return _of_many(flat, size, wanted)
 
 
@@ -112,14 +113,6 @@ def check_probabilities(probabilities: Iterable[float]) -> tuple[float, ...]:
     if not wanted:
         raise MessageError("quantiles need at least one probability")
     return wanted
-
-
-def _of_few(values: NDArray[np.float64], wanted: Sequence[float]) -> NDArray[np.float64]:
-    if np.isnan(values).any():
-        return np.full(len(wanted), np.nan)
-    lows, highs, shares = _ranks(values.size, wanted)
-    values = np.partition(values, sorted({*lows, *highs}))
-    return interpolated(values[lows], values[highs], shares)
 
 
 def _of_many(flat: Tensor | NDArray[Any], size: int, wanted: Sequence[float]) -> NDArray[np.float64]:

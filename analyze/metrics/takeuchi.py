@@ -10,7 +10,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from analyze.metrics.checks import check, is_number
-from analyze.metrics.hessian import PROBES, Block, Estimated, OfLoss, check_probes, mean_of, signs, trace_of
+from analyze.metrics.hessian import (
+    PROBES,
+    Block,
+    Estimated,
+    OfLoss,
+    check_exact,
+    check_probes,
+    mean_of,
+    signs,
+    trace_of,
+)
 from tracer.errors import CaptureError
 from tracer.numbers.arrays import Array, as_array
 
@@ -131,17 +141,12 @@ class TICTrace(OfLoss):
 
     name = "tictrace"
 
+    checks = (check_exact, check_probes, check_epsilon)
     gives = ("loss_tictrace", "loss_tictrace_low", "loss_tictrace_high")
     _: KW_ONLY
     exact: int = 512
     probes: int = PROBES
     epsilon: float = EPSILON
-
-    def check(self) -> None:
-        """Raise `MessageError` unless the parameters are in their ranges."""
-        check_probes(self.probes)
-        check_epsilon(self.epsilon)
-        super().check()
 
     def of(self, block: Block, random: np.random.Generator) -> Estimated:
         """The quotient of the traces and its interval."""
@@ -257,15 +262,11 @@ class TICDiag(OfLoss):
 
     name = "ticdiag"
 
+    checks = (check_exact, check_epsilon)
     gives = ("loss_ticdiag",)
     _: KW_ONLY
     exact: int = 4096
     epsilon: float = EPSILON
-
-    def check(self) -> None:
-        """Raise `MessageError` unless the parameters are in their ranges."""
-        check_epsilon(self.epsilon)
-        super().check()
 
     def of(self, block: Block, random: np.random.Generator) -> tuple[float]:
         """The sum."""

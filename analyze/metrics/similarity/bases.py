@@ -16,15 +16,18 @@ from numpy.typing import NDArray
 
 from analyze.metrics.checks import check, is_number
 from analyze.metrics.metric import Record
-from analyze.metrics.similarity.covariance import SecondMoments, Triangle, negligible, scale_near
 from analyze.metrics.similarity.datapoints import (
     Channels,
     Positions,
+    SecondMoments,
     Sheet,
     Status,
+    Triangle,
     frequencies,
     lowest,
     multiplicity,
+    negligible,
+    scale_near,
 )
 from tracer.numbers.arrays import Array
 

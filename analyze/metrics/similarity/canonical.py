@@ -30,12 +30,14 @@ from analyze.metrics.similarity.bases import (
     without_columns,
 )
 from analyze.metrics.similarity.bases import basis as basis_of
-from analyze.metrics.similarity.covariance import SecondMoments, Triangle, add_product
 from analyze.metrics.similarity.datapoints import (
     Channels,
     Positions,
+    SecondMoments,
     Sheet,
     Status,
+    Triangle,
+    add_product,
     check_positions,
     comparable,
     together,

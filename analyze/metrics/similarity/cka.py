@@ -15,16 +15,8 @@ from numpy.typing import NDArray
 from analyze.metrics.checks import check, check_word, is_number, is_whole
 from analyze.metrics.similarity.bases import centred
 from analyze.metrics.similarity.canonical import refuse, sheets
-from analyze.metrics.similarity.covariance import Joint
-from analyze.metrics.similarity.datapoints import (
-    ROWS,
-    Channels,
-    Positions,
-    Sheet,
-    Status,
-    check_positions,
-)
-from analyze.metrics.similarity.similarity import ByMoments, Gathering, Kept, Similarity, code
+from analyze.metrics.similarity.datapoints import ROWS, Channels, Joint, Positions, Sheet, Status, check_positions
+from analyze.metrics.similarity.similarity import ByMoments, Gathering, Kept, Similarity
 from tracer.numbers.arrays import Array
 
 Kernel = Literal["linear", "rbf"]
@@ -350,16 +342,11 @@ class ByLinear(ByMoments):
 
     def result(self, i: int, j: int) -> Any:
         """The similarity of two layers."""
-        n = self.moments.n
-        if n < 2:
-            return UNLIKE
+        n, status = self.moments.n, self.trouble(i, j)
+        if status is not None:
+            return AlignmentResult(math.nan, n, status, math.nan)
         blocks = [self.own(one) for one in (i, j)]
         traces = [float(np.trace(block)) for block in blocks]
-        for one, trace in zip((i, j), traces, strict=True):
-            if not self.moments.finite(self.columns(one)):
-                return AlignmentResult(math.nan, n, "nonfinite", math.nan)
-            if trace <= self.moments.negligible(self.columns(one)):
-                return AlignmentResult(math.nan, n, "zero_variance", math.nan)
         sums = _Sums(n, float(np.square(self.cross(i, j)).sum()), *(frobenius(block) for block in blocks), *traces)
         if not self.debiased:
             return sums.biased()
@@ -428,18 +415,11 @@ class Alignment(Similarity):
     """A `Similarity` that keeps the activations themselves and has an `AlignmentResult`."""
 
     companions = ("_null", "_status")
+    unlike = UNLIKE
 
     def represent(self, data: Array) -> Kept:
         """The activations of a layer at one step."""
         return Kept.of(data, self.channels, self.positions)
-
-    def numbers(self, found: AlignmentResult) -> tuple[float, ...]:
-        """The value and its companions."""
-        return found.value, found.null_baseline, code(found.status)
-
-    def unlike(self) -> AlignmentResult:
-        """The result for layers whose datapoints are not the same."""
-        return UNLIKE
 
 
 @final
@@ -505,17 +485,13 @@ class CKA(Alignment):
 
     name = "cka"
     invariances = ("rows", "columns", "sign", "scale", "shift", "offset", "orthogonal")
+    checks = (_check,)
 
     _: KW_ONLY
     kernel: Kernel = "linear"
     estimator: Estimator = "biased"
     bandwidth: float = 0.5
     batch_size: int = 256
-
-    def check(self) -> None:
-        """Raise `MessageError` unless the parameters are in their ranges."""
-        _check(self.kernel, self.estimator, self.bandwidth, self.batch_size)
-        super().check()
 
     def compare(self, one: Kept, other: Kept) -> AlignmentResult:
         """The similarity of a layer at two steps, or of two layers."""

@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY
-from typing import Any, ClassVar, final
+from typing import ClassVar, final
 
 from analyze.metrics.similarity.bases import EXACTLY, Basis, basis, check_threshold, no_basis
 from analyze.metrics.similarity.canonical import Average, CanonicalResult, canonical, compare
 from analyze.metrics.similarity.datapoints import Channels, Positions, Sheet, check_positions
-from analyze.metrics.similarity.similarity import (
-    Against,
-    ByMoments,
-    ByTriangle,
-    Calls,
-    Gathering,
-    Similarity,
-    code,
-)
+from analyze.metrics.similarity.similarity import Against, ByMoments, ByTriangle, Calls, Gathering, Similarity
 from tracer.numbers.arrays import Array
 
 
@@ -112,6 +104,7 @@ class ByCorrelations(Similarity):
     threshold = 1.0
     average: ClassVar[Average]
     companions: ClassVar[tuple[str, ...]] = ("_k", "_m", "_null", "_forced_ones", "_cut_gap", "_status")
+    unlike = compare(*(no_basis(Sheet.of(0.0), "mismatch"),) * 2)
     fourier = True
 
     def represent(self, data: Array) -> Basis:
@@ -122,16 +115,6 @@ class ByCorrelations(Similarity):
     def compare(self, one: Basis, other: Basis) -> CanonicalResult:
         """The similarity of two bases; a weighted mean uses the weights of the first."""
         return compare(one, other, self.average)
-
-    def numbers(self, found: CanonicalResult) -> tuple[Any, ...]:
-        """The value and its companions."""
-        counts = (found.k, found.m, found.null_baseline, found.forced_ones, found.cut_gap)
-        return (found.value, *counts, code(found.status))
-
-    def unlike(self) -> CanonicalResult:
-        """The result for layers whose datapoints are not the same."""
-        nobody = no_basis(Sheet.of(0.0), "mismatch")
-        return compare(nobody, nobody)
 
     def gathering(self) -> Gathering:
         """Gathers the scatter matrix of all layers, or their triangular factor if that is not precise enough."""
@@ -447,6 +430,7 @@ class SVCCA(ByCorrelations):
     name = "svcca"
     average = "mean"
     companions = ("_k", "_m", "_null", "_forced_ones", "_cut_gap", "_tau_margin", "_status")
+    checks = (check_threshold,)
     version = 2
     invariances = ("rows", "columns", "sign", "scale", "shift", "offset", "orthogonal")
 
@@ -458,17 +442,6 @@ class SVCCA(ByCorrelations):
     details: bool = True
     rho: bool = False
 
-    def check(self) -> None:
-        """Raise `MessageError` unless the parameters are in their ranges."""
-        check_threshold(self.threshold)
-        super().check()
-
-    def produced(self) -> list[str]:
+    def answered(self) -> tuple[str, ...]:
         """The value, its companions, and with `rho` all correlations."""
-        return [*super().produced(), *([f"{self.kind}_svcca_rho"] if self.rho else [])]
-
-    def numbers(self, found: CanonicalResult) -> tuple[Any, ...]:
-        """The value, its companions, and rho."""
-        value, *others, status = super().numbers(found)
-        companions = (*others, found.tau_margin, status) if self.details else ()
-        return (value, *companions, *((found.rho,) if self.rho else ()))
+        return *super().answered(), *(("_rho",) if self.rho else ())

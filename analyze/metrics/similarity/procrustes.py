@@ -151,8 +151,12 @@ def _procrustes(x: Sheet, y: Sheet, normalised: bool) -> AlignmentResult:
 
 def _distance(n: int, one_minus_cosine: float, null_cosine: float, x_size: float, y_size: float) -> AlignmentResult:
     """|X|² + |Y|² - 2 |X| |Y| cosine, from 1 - cosine, so that a distance near 0 keeps its digits."""
-    value = (x_size - y_size) ** 2 + 2 * x_size * y_size * one_minus_cosine
-    null = (x_size - y_size) ** 2 + 2 * x_size * y_size * (1 - null_cosine)
+    try:
+        apart = (x_size - y_size) ** 2
+    except OverflowError:  # sizes whose squares leave float64
+        apart = math.inf
+    value = apart + 2 * x_size * y_size * one_minus_cosine
+    null = apart + 2 * x_size * y_size * (1 - null_cosine)
     return AlignmentResult(value, n, "ok", null)
 
 
@@ -232,18 +236,14 @@ class ByNuclear(ByMoments):
 
     def result(self, i: int, j: int) -> Any:
         """The distance or angle of two layers; the null baseline is that of a random overlap with the same spectra."""
-        n, norms, spectra = self.moments.n, [], []
-        if n < 2:
-            return UNLIKE
-        for one in (i, j):
-            block = self.own(one)
-            if not self.moments.finite(self.columns(one)):
-                return AlignmentResult(math.nan, n, "nonfinite", math.nan)
-            trace = float(np.trace(block))
-            if trace <= self.moments.negligible(self.columns(one)):
-                return AlignmentResult(math.nan, n, "zero_variance", math.nan)
-            norms.append(math.sqrt(trace))
-            spectra.append(np.sqrt(np.clip(scipy.linalg.eigvalsh(block, lower=True, check_finite=False), 0, None)))
+        n, status = self.moments.n, self.trouble(i, j)
+        if status is not None:
+            return AlignmentResult(math.nan, n, status, math.nan)
+        blocks = [self.own(one) for one in (i, j)]
+        norms = [math.sqrt(float(np.trace(block))) for block in blocks]
+        spectra = [
+            np.sqrt(np.clip(scipy.linalg.eigvalsh(block, lower=True, check_finite=False), 0, None)) for block in blocks
+        ]
         nuclear = _nuclear(self.cross(i, j)) / norms[0] / norms[1]
         noise = np.random.default_rng(0).standard_normal((len(spectra[0]), len(spectra[1]))) / math.sqrt(n - 1)
         random = spectra[0][:, None] / norms[0] * noise * (spectra[1] / norms[1])
@@ -397,14 +397,10 @@ class Angular(Alignment):
     name = "angular"
     is_distance = True
     invariances = ("rows", "columns", "sign", "scale", "shift", "offset", "orthogonal")
+    checks = (_check_alpha,)
 
     _: KW_ONLY
     alpha: float = 1.0
-
-    def check(self) -> None:
-        """Raise `MessageError` unless the parameters are in their ranges."""
-        _check_alpha(self.alpha)
-        super().check()
 
     def compare(self, one: Kept, other: Kept) -> AlignmentResult:
         """The angle between a layer at two steps, or two layers."""

@@ -20,18 +20,21 @@ from analyze.metrics.checks import check, check_word, is_whole
 from analyze.metrics.metric import Record, Tagged, memory, stored
 from analyze.metrics.similarity.bases import Basis, Spectrum, no_basis, of_triangle, spectrum_of_scatter
 from analyze.metrics.similarity.canonical import Average, CanonicalResult, compare, overlap_of, with_spectrum
-from analyze.metrics.similarity.covariance import SecondMoments, Triangle, largest_of, scale_of
 from analyze.metrics.similarity.datapoints import (
     STATUSES,
     Channels,
     Positions,
+    SecondMoments,
     Sheet,
     Status,
+    Triangle,
     as_many,
     check_channels,
     check_positions,
     comparable,
+    largest_of,
     neurons_last,
+    scale_of,
 )
 from tracer.messaging.messages import Message, message_of
 from tracer.messaging.receiver import Scope
@@ -129,6 +132,17 @@ class ByMoments(Layers):
         """The `Basis` of one layer, without its columns, which would need the datapoints."""
         sheet = Sheet(np.zeros((0, self.sizes[i])), self.sizes[i], (self.moments.n,), False)
         return no_basis(sheet, "mismatch") if self.moments.n < 2 else with_spectrum(sheet, self.spectrum(i))
+
+    def trouble(self, *layers: int) -> Status | None:
+        """Why there is no value for some layers, that of the first that has none; None if each has one."""
+        if self.moments.n < 2:
+            return "mismatch"
+        for columns in map(self.columns, layers):
+            if not self.moments.finite(columns):
+                return "nonfinite"
+            if float(np.trace(self.moments.block(columns, columns))) <= self.moments.negligible(columns):
+                return "zero_variance"
+        return None
 
     def result(self, i: int, j: int) -> CanonicalResult:
         """The similarity of two layers."""
@@ -235,6 +249,10 @@ class Origin(Record):
         return f"{self.module or ''}{leaf}{call}"
 
 
+_ATTRIBUTES = {"": "value", "_null": "null_baseline"}
+"""Suffix → attribute of a result, where they differ."""
+
+
 class Similarity(Tagged):
     """Compares a layer's activations with its own earlier or final activations, or with another layer's.
 
@@ -248,7 +266,9 @@ class Similarity(Tagged):
     name : str
         The suffix of the answers' kind: ``{kind}_{name}``.
     companions : tuple of str
-        The suffixes of the further answers (``_null``, ``_status``, …), in the order of `numbers`.
+        The suffixes of the further answers (``_null``, ``_status``, …), each the name of an attribute of a result.
+    unlike : object
+        The result for layers whose datapoints are not the same.
     symmetric : bool
         Whether comparing a with b equals comparing b with a; if not, both are answered.
     fourier : bool
@@ -258,6 +278,7 @@ class Similarity(Tagged):
     """
 
     companions: ClassVar[tuple[str, ...]]
+    unlike: ClassVar[Any]
     symmetric: ClassVar[bool] = True
     fourier: ClassVar[bool] = False
     is_distance: ClassVar[bool] = False
@@ -285,6 +306,7 @@ class Similarity(Tagged):
 
     def check(self) -> None:
         """Raise `MessageError` unless the parameters are in their ranges."""
+        super().check()
         check_word("against", self.against, _SCOPES)
         check_word("calls", self.calls, get_args(Calls))
         check(is_whole(self.lag, 1), "lag is a positive integer", self.lag)
@@ -294,9 +316,13 @@ class Similarity(Tagged):
         # the class attribute is the scope of the default `against`
         self.scope = _SCOPES[self.against]
 
+    def answered(self) -> tuple[str, ...]:
+        """The suffixes of the answers' kinds: none for the value, and with `details` the companions."""
+        return "", *(self.companions if self.details else ())
+
     def produced(self) -> list[str]:
-        """The value, and with `details` its companions."""
-        return [f"{self.kind}_{self.name}{what}" for what in ("", *(self.companions if self.details else ()))]
+        """A kind for each suffix."""
+        return [f"{self.kind}_{self.name}{suffix}" for suffix in self.answered()]
 
     def taken(self, message: Message) -> Message:
         """A message with the data for `represent`: by default all, with the neurons in the axis of `channels`."""
@@ -309,14 +335,6 @@ class Similarity(Tagged):
     @abstractmethod
     def compare(self, one: Any, other: Any) -> Any:
         """The similarity of two representations: an object with a ``status``, whose ``float()`` is the value."""
-
-    @abstractmethod
-    def numbers(self, found: Any) -> tuple[float | NDArray[np.float64], ...]:
-        """The value of a result and its companions."""
-
-    @abstractmethod
-    def unlike(self) -> Any:
-        """The result for layers whose datapoints are not the same."""
 
     def gathering(self) -> Gathering:
         """The accumulator for the calls of all layers in a step, used if `calls` is "together"."""
@@ -396,7 +414,9 @@ class Similarity(Tagged):
     def answers(self, origin: Origin, found: Any) -> Iterator[Message]:
         """The messages of a result: the value and its companions."""
         self.statuses[found.status] += 1
-        for kind, number in zip(self.produces, self.numbers(found), strict=False):  # without details only the value
+        for kind, suffix in zip(self.produces, self.answered(), strict=True):
+            attribute = _ATTRIBUTES.get(suffix, suffix.removeprefix("_"))
+            number = code(found.status) if attribute == "status" else getattr(found, attribute)
             data = torch.as_tensor(number, dtype=torch.float64, device="cpu").clone()
             yield message_of(kind=kind, data=data, **asdict(origin))
 
@@ -496,9 +516,9 @@ class _LayersStep(Record):
         for place, one in enumerate(self.names):
             for other in self.names[place + 1 :]:
                 backwards = found.get((other, one)) if metric.symmetric else None
-                yield one, other, found.get((one, other)) or backwards or metric.unlike()
+                yield one, other, found.get((one, other)) or backwards or metric.unlike
                 if not metric.symmetric:
-                    yield other, one, found.get((other, one)) or metric.unlike()
+                    yield other, one, found.get((other, one)) or metric.unlike
 
 
 class _Whole(Gathering):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
-from typing import final
+from typing import ClassVar, final
 
 import numpy as np
 
@@ -24,7 +25,7 @@ from analyze.metrics.similarity.estimates import (
     taken,
     trace_product,
 )
-from analyze.metrics.similarity.similarity import Kept, Similarity, code
+from analyze.metrics.similarity.similarity import Kept, Similarity
 from tracer.messaging.messages import Message
 from tracer.numbers.arrays import Array
 
@@ -145,6 +146,8 @@ class OfSketches(Similarity):
     """A `Similarity` estimated from sketches of k columns."""
 
     companions = ("_low", "_high", "_null", "_status")
+    unlike = unlike("mismatch")
+    checks: ClassVar[tuple[Callable[..., object], ...]] = (check_sketch,)
 
     _: KW_ONLY
     k: int = SIZE
@@ -152,7 +155,6 @@ class OfSketches(Similarity):
 
     def check(self) -> None:
         """Raise `MessageError` unless the parameters are in their ranges."""
-        check_sketch(self.k, self.seed)
         super().check()
         self.reduction = f"sketch:k={self.k}"
 
@@ -163,14 +165,6 @@ class OfSketches(Similarity):
     def represent(self, data: Array) -> Kept:
         """A sketch, or a layer with fewer than k neurons, as it is."""
         return Kept.of(data, self.channels, self.positions)
-
-    def numbers(self, found: SketchedResult) -> tuple[float, ...]:
-        """The value and its companions."""
-        return found.value, found.low, found.high, found.null_baseline, code(found.status)
-
-    def unlike(self) -> SketchedResult:
-        """The result for layers whose datapoints are not the same."""
-        return unlike("mismatch")
 
 
 @final
@@ -422,16 +416,12 @@ class SketchedSVCCA(OfSketches):
     name = "sketched_svcca"
     version = 2
     invariances = ("rows", "scale", "shift", "offset")
+    checks = (check_threshold, check_sketch)
 
     _: KW_ONLY
     threshold: float = 0.99
     k: int = SIZE
     seed: int = 0
-
-    def check(self) -> None:
-        """Raise `MessageError` unless the parameters are in their ranges."""
-        check_threshold(self.threshold)
-        super().check()
 
     def compare(self, one: Kept, other: Kept) -> SketchedResult:
         """The similarity of a layer at two steps, or of two layers."""

@@ -19,7 +19,6 @@ from analyze import catalogue, registry
 from analyze.metrics import BUILT_IN
 from tests.analyze.metrics import layers, matrices
 from tests.analyze.metrics.invariances import ELEMENTWISE, FAMILY, INVARIANCES
-from tracer import Subscriber
 from tracereel.main import main
 
 ROOT = Path(__file__).parents[3]
@@ -65,7 +64,6 @@ def test_class_data_is_known(name: str) -> None:
     cls = registry.find(name)
     assert cls.scope in catalogue.SCOPES
     assert set(cls.invariances) <= set(INVARIANCES)
-    assert cls.mergeable == (cls.merge is not Subscriber.merge)
 
 
 def test_every_declared_invariance_is_tested() -> None:

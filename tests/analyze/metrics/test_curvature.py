@@ -302,25 +302,6 @@ def test_quotients_of_intervals() -> None:
 @pytest.mark.parametrize(
     ("wish", "sentence"),
     [
-        ("hessian_trace:exact=-1", "exact is a number of parameters, an integer from 0, not -1"),
-        ("hessian_trace:probes=5", "probes is a number of products, an integer of 6 at least, not 5"),
-        ("hessian_eigen:k=0", "k is a positive number of eigenvalues, not 0"),
-        ("hessian_eigen:tolerance=2", "tolerance is a relative residual between 0 and 1, not 2.0"),
-        ("hessian_eigen:steps=1", "steps is a number of products, an integer of 2 at least, not 1"),
-        ("tictrace:epsilon=-1", "epsilon is a number from 0, not -1.0"),
-        ("ticdiag:tag=eval", "ticdiag has no parameter 'tag'; it has exact, epsilon, subsample, modules"),
-    ],
-)
-def test_wrong_parameters_get_a_sentence(wish: str, sentence: str) -> None:
-    """Each says what is allowed."""
-    with pytest.raises(tracer.MessageError) as caught:
-        parse(wish)
-    assert sentence in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("wish", "sentence"),
-    [
         ("hessian_trace:modules=conv*", "no parameters of modules conv* are trained; modules with such are fc"),
         ("ticdiag:exact=4", "ticdiag differentiates once for each of 5 parameters, which is more than exact=4"),
         ("ticdiag:exact=6", "ticdiag differentiates once for each of 7 datapoints, which is more than exact=6"),

@@ -117,14 +117,6 @@ def test_streams_do_not_mix() -> None:
     assert not series(told(geometry, messages), "layer_gradients_geometry_cosine")
 
 
-def test_cosine_of_real_and_complex() -> None:
-    """A real tensor is a complex one without imaginary parts."""
-    x, y = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)), torch.randn(3, 4, dtype=torch.complex64)
-    assert cosine(x, y) == cosine(y, x) == cosine(x.to(torch.complex128), y)
-    inner = float((x * y.real).double().sum() / (x.double().norm() * y.to(torch.complex128).norm()))
-    assert cosine(x, y) == pytest.approx(inner, abs=1e-7)
-
-
 def test_descent_cosine_of_sgd_is_one() -> None:
     """SGD goes down the steepest descent; momentum turns away; an update of 0 has no direction."""
     g = torch.randn(50, dtype=torch.float64)
@@ -159,21 +151,6 @@ def test_distance_edges() -> None:
     assert series(said, "weights_distance_relative") == pytest.approx([math.nan, math.inf, math.nan], nan_ok=True)
     with pytest.raises(MessageError, match="one shape"):
         analyze.distance([1.0], [1.0, 2.0])
-
-
-@given(st.lists(st.lists(st.floats(-1e6, 1e6), min_size=3, max_size=3), min_size=2, max_size=12), st.data())
-@settings(max_examples=examples(40))
-def test_paths_merge(updates: list[list[float]], data: st.DataObject) -> None:
-    """The length of a path is that of its two parts put together."""
-    cut = data.draw(st.integers(1, len(updates) - 1))
-    whole, first, second = (analyze.PathLength() for _ in range(3))
-    messages = [of_module("weight_updates", u, step) for step, u in enumerate(updates)]
-    expected = series(told(whole, messages), "weight_updates_path_length")[-1]
-    told(first, messages[:cut])
-    told(second, messages[cut:])
-    first.merge(second.state_dict())
-    (length,) = first.state_dict()["lengths"].values()
-    assert length == pytest.approx(expected, rel=1e-12, abs=1e-300)
 
 
 def test_alpha_of_a_parabola() -> None:
@@ -228,13 +205,10 @@ def test_moments_are_those_of_torch_adam(tmp_path: Path) -> None:
 
 
 def test_moments_edges() -> None:
-    """Nothing has no moments; shapes that differ and parameters out of range are errors; a new shape begins anew."""
+    """Nothing has no moments; shapes that differ are an error of the function; a new shape begins anew."""
     assert math.isnan(float(analyze.adam_moments([])))
     with pytest.raises(MessageError, match="one shape"):
         analyze.adam_moments([[1.0], [1.0, 2.0]])
-    for wrong in ({"beta1": 1.0}, {"eps": -1.0}, {"learning_rate": math.nan}):
-        with pytest.raises(MessageError):
-            analyze.AdamMoments(**wrong)  # type: ignore[arg-type]
     messages = [of_module("weight_gradients", g, step) for step, g in enumerate([[3.0], [1.0, 2.0]])]
     said = told(analyze.AdamMoments(eps=0.0), messages)
     assert series(said, "weight_gradients_adam_first_norm") == pytest.approx([3.0, math.sqrt(5)], rel=1e-14)
@@ -272,14 +246,11 @@ def test_a_unit_is_dead_only_over_the_window() -> None:
 
 
 def test_activation_edges() -> None:
-    """NaN for NaN and for nothing; wrong parameters are errors."""
+    """NaN for NaN and for nothing."""
     found = analyze.activation_rate([[math.nan, 1.0], [0.0, 1.0]])
     assert math.isnan(found.activation_rate)
     assert math.isnan(found.death_rate)
     assert math.isnan(float(analyze.activation_rate(np.zeros((0, 4)))))
-    for wrong in ({"threshold": -1.0}, {"units": "third"}, {"window": 0}):
-        with pytest.raises(MessageError):
-            analyze.ActivationRate(**wrong)  # type: ignore[arg-type]
 
 
 def test_sample_norm_does_not_depend_on_the_batch() -> None:
@@ -410,40 +381,19 @@ def batches_of(seed: int, steps: Sequence[int], tag: str = "eval") -> list[Messa
     return messages
 
 
-@given(st.integers(0, 50), st.integers(1, 5))
-@settings(max_examples=examples(15))
-def test_reports_merge(seed: int, cut: int) -> None:
-    """The counts of a pass that two have heard in parts are, put together, those of one who heard all."""
-    for make in (analyze.ClassificationReport, analyze.TestAccuracy):
-        messages = batches_of(seed, [0])
-        whole, first, second = make(), make(), make()
-        expected = told(whole, messages)
-        assert not [answer for message in messages[: 2 * (cut % 3)] for answer in first.receive(message)]
-        assert not [answer for message in messages[2 * (cut % 3) :] for answer in second.receive(message)]
-        first.merge(second.state_dict())
-        for one, other in zip(first.finish(), expected, strict=True):
-            assert (one.kind, one.global_step, one.train_step, one.epoch) == (
-                other.kind, other.global_step, other.train_step, other.epoch,
-            )  # fmt: skip
-            assert one.data is not None
-            assert other.data is not None
-            assert torch.allclose(one.data, other.data, rtol=1e-12, atol=0, equal_nan=True)
-
-
 def test_passes_that_one_heard_stand_side_by_side() -> None:
-    """Merged reports of different steps answer for both; merged accuracies of different steps are an error."""
-    first, second = analyze.ClassificationReport(), analyze.ClassificationReport()
-    for one, steps in ((first, [0]), (second, [1])):
-        for message in batches_of(1, steps):
-            list(one.receive(message))
-    first.merge(second.state_dict())
-    assert [m.global_step for m in first.finish() if m.kind == "network_output_accuracy"] == [0, 1]
-    one, other = analyze.TestAccuracy(), analyze.TestAccuracy()
-    for subscriber, step in ((one, 0), (other, 1)):
-        for message in batches_of(1, [step]):
-            list(subscriber.receive(message))
-    with pytest.raises(MessageError, match="are two"):
-        one.merge(other.state_dict())
+    """Merged states of different steps answer for both."""
+    for make, kind in (
+        (analyze.ClassificationReport, "network_output_accuracy"),
+        (analyze.TestAccuracy, "test_accuracy"),
+        (lambda: analyze.MessageMean("loss", tag="eval"), "loss_message_mean"),
+    ):
+        first, second = make(), make()
+        for one, step in ((first, 0), (second, 1)):
+            for message in (*batches_of(1, [step]), of_network("loss", 2.0 + step, step, tag="eval")):
+                list(one.receive(message))
+        first.merge(second.state_dict())
+        assert [m.global_step for m in first.finish() if m.kind == kind] == [0, 1]
 
 
 def test_report_of_an_epoch() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -17,6 +17,7 @@ from analyze.metrics.moments import FORMULAS
 from analyze.metrics.norm import Norm
 from analyze.metrics.statistics import Statistics
 from analyze.registry import parse, subscribers
+from tests.examples import examples
 from tracer import Message, ModuleMessage
 from tracer.messaging.stacks import Heads, Source, Stack, Stretch
 
@@ -103,7 +104,7 @@ def test_many_are_each_of_every_dtype(spec: str) -> None:
     metric = parse(spec)
     assert isinstance(metric, PerMessage)
     loops = type(metric).measure_many is PerMessage.measure_many or "channel" in spec
-    for dtype in DTYPES[::5] if loops else DTYPES:
+    for dtype in DTYPES[::5] if loops else DTYPES[::3] if spec == SPECS[9] else DTYPES:  # moments have all of them
         for shape in ((), (3, 2), (1, 1, 5)) if loops else ((), (0,), (3, 2), (1, 1, 5)):
             compare(metric, values(dtype, 20, shape))
 
@@ -152,6 +153,7 @@ def stacks(draw: st.DrawFn) -> Tensor:
     return torch.tensor(rows, dtype=draw(st.sampled_from((torch.float64, torch.float32)))).reshape(count, size)
 
 
+@settings(max_examples=examples(100))
 @given(stacks())
 def test_many_are_each_of_any_numbers(data: Tensor) -> None:
     """Any numbers, NaN and infinities among them."""

@@ -11,15 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 import scipy.linalg
+import scipy.special
 import torch
 from sklearn.datasets import load_digits, load_iris, load_linnerud
 
 import analyze
 from analyze.metrics.similarity.bases import basis, leading
-from analyze.metrics.similarity.canonical import compare
+from analyze.metrics.similarity.canonical import compare, null_baseline
+from analyze.metrics.similarity.datapoints import neurons
 from analyze.metrics.similarity.similarity import ByTriangle
 from tests.analyze.metrics.layers import FUNCTIONS, INF, NAMES, NAN, STREAMS, centred, chunks, images, layers
-from tracer import MessageError
+from tests.analyze.metrics.messages import module_message
+from tracer import MessageError, ModuleMessage
 
 # -- published values -----------------------------------------------------------------------------------------
 
@@ -65,7 +68,7 @@ def test_values_of_the_notebook() -> None:
     assert np.linalg.norm(bases[0].T @ bases[1]) ** 2 / 10 == pytest.approx(0.54312, abs=5e-6)
 
 
-def test_digits() -> None:
+def test_halves() -> None:
     """Linear CKA and the nuclear norm of real images."""
     left, right = halves()
     assert float(analyze.cka(left, right)) == pytest.approx(0.272829668988, abs=1e-11)
@@ -218,7 +221,7 @@ def test_angles_of_partly_whitened_layers(alpha: float) -> None:
         assert float(analyze.angular(x, y, 0)) == pytest.approx(math.acos(float(analyze.cca(x, y))), abs=1e-11)
 
 
-def test_small_distances_keep_their_digits() -> None:
+def test_small_distances_keep_their_halves() -> None:
     """A layer that moved by 1e-9 is 1e-9 away, where the arc cosine of a similarity says 0 or 1e-8."""
     x, _ = layers(6, 100, 6)
     x = centred(x)
@@ -615,3 +618,157 @@ def test_leading_eigenvectors(d: int, k: int) -> None:
     assert np.abs(residual).max() < 1e-13
     assert np.abs(found.vectors_dk.T @ found.vectors_dk - np.eye(found.k)).max() < 1e-11
     np.testing.assert_allclose(found.variances, spectrum, atol=1e-13)
+
+
+# -- SVCCA, as function and as subscriber ------------------------------------------------------------------------------
+
+
+def reference(x: Any, y: Any, threshold: float) -> tuple[float, Any, int, int]:
+    """SVCCA as in section 2 of the paper, written naively: SVD, truncation by variance, principal angles of SciPy."""
+    kept = []
+    for data in (x, y):
+        centred = np.asarray(data, dtype=np.float64)
+        centred = centred - centred.mean(0)
+        left, singular, _ = np.linalg.svd(centred, full_matrices=False)
+        share = np.cumsum(singular**2) / np.sum(singular**2)
+        kept.append(left[:, : int(np.argmax(share >= threshold * (1 - 1e-12))) + 1])
+    rho = np.sort(np.cos(scipy.linalg.subspace_angles(*kept)))[::-1]
+    return float(rho.mean()), rho, kept[0].shape[1], kept[1].shape[1]
+
+
+@pytest.mark.parametrize(
+    ("threshold", "value", "kept"),
+    [(0.9, 0.461428813131925, (10, 13)), (0.99, 0.388487144464583, (20, 23)), (0.999, 0.365482719458374, (23, 27))],
+)
+def test_svcca_of_digits(threshold: float, value: float, kept: tuple[int, int]) -> None:
+    """Real images with constant columns, against three independent routes that agree to 7e-15."""
+    left, right = halves()
+    found = analyze.svcca(left, right, threshold)
+    assert float(found) == pytest.approx(value, abs=1e-12)
+    assert ((found.k, found.m), found.status, found.n) == (kept, "ok", 1797)
+    by_angles = reference(left, right, threshold)
+    bases = []
+    for half, k in zip((left, right), kept, strict=True):
+        bases.append(np.linalg.svd(half - half.mean(0), full_matrices=False)[0][:, :k])
+    by_svd = np.linalg.svd(bases[0].T @ bases[1], compute_uv=False).mean()
+    assert by_angles[0] == pytest.approx(by_svd, abs=7e-15)
+    assert float(found) == pytest.approx(by_svd, abs=7e-15)
+    if threshold == 0.99:
+        assert found.rho[0] == pytest.approx(0.812065102635, abs=1e-11)
+        assert found.rho[-1] == pytest.approx(0.029226967045, abs=1e-11)
+    assert float(found) > 3 * found.null_baseline
+
+
+def test_truncation_includes_the_crossing_direction() -> None:
+    """The fewest directions that reach the share of the variance, the one that reaches it included."""
+    n = 301
+    rng = np.random.default_rng(0)
+    random = rng.standard_normal((n, 4))
+    q = np.linalg.qr(random - random.mean(0))[0]
+    for spectrum, k in (([0.995, 0.005], 1), ([0.97, 0.025, 0.005], 2), ([0.25] * 4, 4), ([0.99, 0.01], 1)):
+        x = q[:, : len(spectrum)] * np.sqrt(spectrum)
+        assert basis(x, 0.99).k == k
+        assert basis(x[:, ::-1].T.copy().T, 0.99).k == k
+        assert basis(np.pad(x, ((0, 0), (0, n))), 0.99).k == k  # more neurons than datapoints: the Gram route
+
+
+def test_routes_agree() -> None:
+    """Covariance, Gram and SVD give the same correlations, and above the reach of a covariance, too."""
+    rng = np.random.default_rng(3)
+    z = rng.standard_normal((300, 40)) * np.geomspace(1, 1e-3, 40)
+    x, y = z @ rng.standard_normal((40, 60)), np.maximum(z @ rng.standard_normal((40, 50)), 0)
+    value, rho, k, m = reference(x, y, 0.99)
+    wide = [np.pad(one, ((0, 0), (0, 400))) for one in (x, y)]
+    for found in (analyze.svcca(x, y), analyze.svcca(*wide)):
+        assert (found.k, found.m) == (k, m)
+        np.testing.assert_allclose(found.rho, rho, atol=1e-10)
+        assert float(found) == pytest.approx(value, abs=1e-11)
+    closest = 1 - 1e-7
+    assert float(analyze.svcca(x, y, closest)) == pytest.approx(reference(x, y, closest)[0], abs=1e-9)
+
+
+def test_which_axis_is_the_neurons() -> None:
+    """Channels of convolutions, features of sequences: all other axes are datapoints, in the same order for both."""
+    x = np.arange(2 * 3 * 4 * 5.0).reshape(2, 3, 4, 5)
+    np.testing.assert_array_equal(neurons(x), x.transpose(0, 2, 3, 1).reshape(-1, 3))
+    np.testing.assert_array_equal(neurons(x, "last"), x.reshape(-1, 5))
+    np.testing.assert_array_equal(neurons(x[0]), x[0].reshape(-1, 5))
+    np.testing.assert_array_equal(neurons(x[0], "first"), x[0].transpose(0, 2, 1).reshape(-1, 4))
+    rng = np.random.default_rng(0)
+    a, b = rng.standard_normal((2, 700, 6, 5, 7))  # larger than one chunk
+    b = a + b
+    flat = float(analyze.svcca(neurons(a), neurons(b)))
+    assert float(analyze.svcca(a, b)) == pytest.approx(flat, abs=1e-12)
+    assert flat == pytest.approx(reference(neurons(a), neurons(b), 0.99)[0], abs=1e-12)
+
+
+def test_null_baseline_equals_simulation() -> None:
+    """The value to expect of unrelated data, against unrelated data."""
+    rng = np.random.default_rng(0)
+    for n, k, m in ((100, 10, 20), (60, 20, 20), (50, 1, 8), (40, 1, 1), (50, 30, 30)):
+        found = []
+        for _ in range(200):
+            x, y = (rng.standard_normal((n, width)) for width in (k, m))
+            bases = [np.linalg.qr(data - data.mean(0))[0] for data in (x, y)]
+            found.append(np.linalg.svd(bases[0].T @ bases[1], compute_uv=False).mean())
+        error = np.std(found) / math.sqrt(len(found))
+        assert null_baseline(n, k, m) == pytest.approx(np.mean(found), abs=4 * error + 0.3 / min(k, m) ** 2 * (k > 1))
+    assert null_baseline(10000, 500, 500) == pytest.approx(0.1908, abs=1e-4)  # the value in google/svcca's tutorial
+    assert null_baseline(10, 9, 3) == 1
+    assert math.isnan(null_baseline(10, 0, 3))
+
+
+def probes(count: int) -> list[ModuleMessage]:
+    """Activations of a layer that moves a little at each probe, and of another, called twice."""
+    rng = np.random.default_rng(5)
+    start, drift = rng.standard_normal((2, 60, 8))
+    return [
+        module_message("activations", start + 0.3 * t * (1 + call) * drift, module, 10 * t, tag="probe", call=call)
+        for t in range(count)
+        for module, call in (("a", 0), ("b", 0), ("b", 1))
+    ]
+
+
+@pytest.mark.parametrize("lag", [1, 2, 3])
+def test_svcca_of_a_layer_with_its_past(lag: int) -> None:
+    """Each probe is compared with the one `lag` before of the same module and call; the first ones have no answer."""
+    metric = analyze.SVCCA(lag=lag, details=False)
+    messages = probes(5)
+    said = [one for message in messages for one in metric.compute(message)]
+    assert len(said) == 3 * (5 - lag)
+    for one in said:
+        now, past = (
+            next(m for m in messages if (m.module, m.call, m.global_step) == (one.key, one.call, step))
+            for step in (one.global_step, one.global_step - 10 * lag)
+        )
+        assert float(one.data) == pytest.approx(reference(now.data, past.data, 0.99)[0], abs=1e-11)
+    assert sum(metric.statuses.values()) == len(said)
+
+
+def test_svcca_with_details() -> None:
+    """Beside the value it says what it kept, the value to expect of unrelated layers, and how well posed it is."""
+    metric = analyze.SVCCA(rho=True)
+    first, second = (message for message in probes(2) if message.module == "a")
+    said = [*metric.compute(first), *metric.compute(second)]
+    found = analyze.svcca(second.data, first.data)
+    *numbered, rho = said
+    np.testing.assert_allclose([float(one.data) for one in numbered[:1]], [float(found)], atol=1e-14)
+    assert [(one.kind, float(one.data)) for one in numbered[1:5]] == [
+        ("activations_svcca_k", found.k),
+        ("activations_svcca_m", found.m),
+        ("activations_svcca_null", found.null_baseline),
+        ("activations_svcca_forced_ones", 0),
+    ]
+    np.testing.assert_allclose([float(one.data) for one in numbered[5:7]], [found.cut_gap, found.tau_margin])
+    assert (numbered[7].kind, float(numbered[7].data)) == ("activations_svcca_status", 0)
+    np.testing.assert_allclose(rho.data, found.rho, atol=1e-14)
+    assert metric.produces == tuple(one.kind for one in said)
+
+
+def test_svcca_keeps_bases_not_activations() -> None:
+    """What is remembered is n by k, however many neurons the layer has."""
+    narrow = torch.randn(50, 3, generator=torch.Generator().manual_seed(0)) @ torch.randn(3, 2000)
+    metric = analyze.SVCCA()
+    list(metric.compute(module_message("activations", narrow, tag="probe")))
+    (stream,) = metric.state_dict()["past"].values()
+    assert stream["items"][0]["u_nk"].shape == (50, 3)

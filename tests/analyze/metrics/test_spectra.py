@@ -1,4 +1,4 @@
-"""Singular values, condition numbers and soft ranks against closed forms, and what all metrics of spectra declare."""
+"""Singular values, conditions, soft ranks, power laws and saturation, against closed forms and peers."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 
 import analyze
 from analyze.metrics import spectra
+from analyze.metrics.power_law import marchenko_pastur_edge, randomized
 from analyze.metrics.similarity import datapoints
+from analyze.metrics.spectra import arranged
 from analyze.metrics.spectral_norm import STATUSES
 from tests.analyze.metrics.invariances import INVARIANCES
-from tests.analyze.metrics.matrices import INF, NAMES, NAN, message, said, with_spectrum
+from tests.analyze.metrics.matrices import INF, NAMES, NAN, message, orthogonal, said, with_spectrum
 from tracer import MessageError
 
 # -- singular values, condition and soft ranks ----------------------------------------------------------------
@@ -121,10 +123,6 @@ def test_soft_ranks_of_activations() -> None:
         constant = said(metric, message(np.full((50, 3), 0.1), "activations"))
         assert constant["status"] == 3
         assert said(metric, message(np.ones((4, 2)) * 1j, "activations"))["status"] == 5
-    with pytest.raises(MessageError, match="centre is"):
-        analyze.StableRank(centre=1)  # type: ignore[arg-type]
-    with pytest.raises(MessageError, match="channels is"):
-        analyze.stable_rank(x, centre=True, channels="second")  # type: ignore[arg-type]
 
 
 def test_one_svd_for_all_who_ask(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,9 +161,6 @@ def test_top_singular_values() -> None:
     """Only the first ones if so wished."""
     metric = analyze.SingularValues(top=2)
     assert said(metric, message(np.diag([1.0, 5.0, 3.0])))["value"] == [5, 3]
-    for wrong in (0, True, 1.5):
-        with pytest.raises(MessageError, match="top is a positive number"):
-            analyze.SingularValues(top=wrong)  # type: ignore[arg-type]
 
 
 # -- what all of them declare ---------------------------------------------------------------------------------
@@ -208,17 +203,6 @@ def test_scatter_of_parts_is_that_of_the_whole(seed: int, sizes: list[int], offs
         whole.join(spectra.Scatter(5))
 
 
-def test_scopes_and_memories() -> None:
-    """Those without memory say so; what has a memory is of one stream, and merges only where it can."""
-    for name, cls in NAMES.items():
-        remembers = name in ("operator_norm", "saturation")
-        assert cls.scope == ("stream" if remembers else "message"), name
-        assert cls.mergeable == (name == "saturation")
-        if not cls.mergeable:
-            with pytest.raises(MessageError, match="cannot be put together"):
-                cls().merge({})
-
-
 def test_a_status_has_one_number() -> None:
     """What the families have in common has the same number in all, so that one filter fits every status kind."""
     tables = [spectra.STATUSES, datapoints.STATUSES, STATUSES]
@@ -229,3 +213,286 @@ def test_a_status_has_one_number() -> None:
             places.setdefault(word.removesuffix("_variance"), set()).add(place)
     assert all(len(place) == 1 for place in places.values()), places
     assert places["nonfinite"] == {4}
+
+
+# -- power laws, and WeightWatcher's numbers ---------------------------------------------------------------------------
+
+
+def naive_fit(values: Any) -> tuple[float, float, float, float, int]:
+    """Clauset's fit, written as in section 3 of the paper."""
+    best = (INF, NAN, NAN, NAN, 0)
+    for xmin in sorted(set(values))[:-1]:
+        tail = np.sort([value for value in values if value >= xmin])
+        n = len(tail)
+        alpha = 1 + n / np.sum(np.log(tail / xmin))
+        distance = max(abs(1 - (x / xmin) ** (1 - alpha) - i / n) for i, x in enumerate(tail))
+        if distance < best[0]:
+            best = (distance, alpha, xmin, (alpha - 1) / math.sqrt(n), n)
+    distance, alpha, xmin, sigma, n = best
+    return alpha, xmin, distance, sigma, n
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_power_law_equals_the_papers_procedure(seed: int) -> None:
+    """Against a loop over all tails, also with ties."""
+    rng = np.random.default_rng(seed)
+    values = rng.pareto(1.5, 120) + 1
+    if seed % 2:
+        values = np.round(values, 1)
+    found = analyze.power_law(values)
+    got = (found.alpha, found.xmin, found.D, found.sigma, found.num_spikes)
+    assert got == pytest.approx(naive_fit(values), rel=1e-10)
+
+
+def test_power_law_of_pareto_quantiles() -> None:
+    """The exponent of exact quantiles of a Pareto distribution, from its own beginning on."""
+    for alpha in (1.5, 2.5, 4.0):
+        quantiles = (1 - (np.arange(8000) + 0.5) / 8000) ** (-1 / (alpha - 1))
+        found = analyze.power_law(np.concatenate([quantiles, np.linspace(0.01, 0.9, 1200)]))
+        assert found.alpha == pytest.approx(alpha, rel=2e-3)
+        assert found.xmin == pytest.approx(1, rel=0.1)
+        assert found.D < 1e-2
+
+
+WATCHED = {
+    "gauss": (4.810011558295004, 213.04977748371266, 0.13009842047646497, 0.9837407542756214, 15),
+    "heavy": (8.926706201801444, 1427.60615150589, 0.12361983386338615, 3.236064255894741, 6),
+    "spiked": (2.891776373504216, 151.7904670506845, 0.10577865385011986, 0.357512130031414, 28),
+}
+"""Alpha, xmin, D, sigma and the number of spikes that weightwatcher 0.7.7's ``WWFit`` gives, run on these matrices."""
+
+
+def watched() -> dict[str, Any]:
+    """The matrices of `WATCHED`."""
+    rng = np.random.default_rng(7)
+    gauss, heavy, spiked = (
+        rng.standard_normal((120, 80)),
+        rng.standard_t(2.5, (120, 80)),
+        rng.standard_normal((100, 100)) + np.outer(rng.standard_normal(100), rng.standard_normal(100)),
+    )
+    return {"gauss": gauss, "heavy": heavy, "spiked": spiked}
+
+
+@pytest.mark.parametrize("name", WATCHED)
+def test_power_law_equals_weightwatchers(name: str) -> None:
+    """The same alpha, xmin, D, sigma and spikes as weightwatcher, to 1e-10."""
+    w = watched()[name]
+    board = analyze.weightwatcher(w)
+    assert (board.alpha, board.xmin, board.D, board.sigma, board.num_spikes) == pytest.approx(WATCHED[name], rel=1e-10)
+    eigenvalues = np.linalg.svd(w, compute_uv=False) ** 2
+    total, top, p = eigenvalues.sum(), eigenvalues.max(), eigenvalues / eigenvalues.sum()
+    assert board.alpha_weighted == pytest.approx(board.alpha * math.log10(top), rel=1e-12)
+    assert board.log_alpha_norm == pytest.approx(math.log10(np.sum(eigenvalues**board.alpha)), rel=1e-12)
+    assert board.log_norm == pytest.approx(math.log10(total), rel=1e-12)
+    assert board.log_spectral_norm == pytest.approx(math.log10(top), rel=1e-12)
+    assert board.stable_rank == pytest.approx(total / top, rel=1e-12)
+    assert board.entropy == pytest.approx(-np.sum(p * np.log(p)) / math.log(len(p)), rel=1e-12)
+    assert (board.matrix_rank, board.rank_loss) == (min(w.shape), 0)
+    fit = said(analyze.PowerLaw(), message(w))
+    assert fit["alpha"] == board.alpha
+    every = [float(one.data) for one in analyze.WeightWatcher().receive(message(w))]  # type: ignore[arg-type]
+    assert every[:3] == [board.alpha, board.xmin, board.D]
+    assert every[-1] == 0
+
+
+def test_spikes_above_the_marchenko_pastur_edge() -> None:
+    """None in noise, whose edge is the law's; as many as were put in, which do not move the edge."""
+    rng = np.random.default_rng(0)
+    noise = rng.standard_normal((600, 300)) * 0.3
+    law = 0.3**2 * (math.sqrt(600) + math.sqrt(300)) ** 2
+    for count in (0, 1, 5):
+        left, right = np.linalg.qr(rng.standard_normal((600, 5)))[0], np.linalg.qr(rng.standard_normal((300, 5)))[0]
+        w = noise + (left[:, :count] * np.linspace(40, 30, 5)[:count]) @ right[:, :count].T
+        board = analyze.weightwatcher(w)
+        top = np.linalg.norm(w, 2) ** 2
+        assert board.mp_spikes == count
+        assert board.mp_softrank * top == pytest.approx(law, rel=0.03)
+    assert math.isnan(marchenko_pastur_edge([], 3, 4))
+    assert marchenko_pastur_edge([2.0, 2.0], 2, 2) == pytest.approx(8)
+
+
+def test_rank_loss() -> None:
+    """What lacks to full rank is told, and zeros within rounding are no eigenvalues of the tail."""
+    rng = np.random.default_rng(0)
+    w = rng.standard_normal((50, 12)) @ rng.standard_normal((12, 40))
+    board = analyze.weightwatcher(w)
+    assert (board.matrix_rank, board.rank_loss) == (12, 28)
+    assert board.num_spikes <= 12
+    one = analyze.weightwatcher(np.outer(np.arange(1, 5), np.arange(1, 4)).astype(float))
+    assert (one.matrix_rank, one.entropy, one.stable_rank, one.status) == (1, 0, 1, "too_few")
+    assert math.isnan(one.alpha)
+    zero = analyze.weightwatcher(np.zeros((4, 3)))
+    assert (zero.matrix_rank, zero.rank_loss, zero.status) == (0, 3, "zero")
+
+
+def test_kernels_are_taken_in_slices() -> None:
+    """By WeightWatcher's rule each position is a matrix of its own; as one matrix if so wished."""
+    rng = np.random.default_rng(0)
+    kernel = rng.standard_normal((20, 16, 3, 3))
+    pooled = (
+        np.concatenate([np.linalg.svd(kernel[:, :, i, j], compute_uv=False) for i in range(3) for j in range(3)]) ** 2
+    )
+    board = analyze.weightwatcher(kernel)
+    assert board.alpha == pytest.approx(naive_fit(pooled)[0], rel=1e-10)
+    assert board.matrix_rank == 9 * 16
+    assert board.log_norm == pytest.approx(math.log10(pooled.sum()), rel=1e-12)
+    reshaped = analyze.weightwatcher(kernel, conv="reshape")
+    assert reshaped.alpha == pytest.approx(analyze.weightwatcher(kernel.reshape(20, -1)).alpha, rel=1e-12)
+
+
+def test_randomised_weights() -> None:
+    """A shuffled Gaussian looks like itself; correlations do not survive; single large elements do."""
+    rng = np.random.default_rng(0)
+    gauss = rng.standard_normal((200, 100))
+    correlated = gauss + 4 * np.outer(rng.standard_normal(200), rng.standard_normal(100)) / 4
+    with_trap = gauss.copy()
+    with_trap[3, 4] = 60
+    plain, other, trapped = randomized(gauss), randomized(correlated), randomized(with_trap)
+    assert plain.distance < 0.02 < other.distance
+    assert (plain.traps, other.traps, trapped.traps) == (0, 0, 1)
+    assert plain.softrank == pytest.approx(1, abs=0.05)
+    assert other.softrank < 0.2
+    tiny = randomized(gauss * 1e-200)
+    assert (tiny.distance, tiny.softrank) == pytest.approx((plain.distance, plain.softrank), rel=1e-9)
+    metric = analyze.WeightWatcher(randomize=True)
+    assert said(metric, message(gauss, step=3)) == said(analyze.WeightWatcher(randomize=True), message(gauss, step=3))
+    assert math.isnan(randomized(np.zeros((3, 3))).distance)
+
+
+def test_tails_that_are_none() -> None:
+    """Fewer than two different positive numbers make no tail; complex numbers are an error."""
+    for values, status in (
+        ([], "empty"),
+        ([0.0, -1.0], "zero"),
+        ([2.0], "too_few"),
+        ([2.0, 2.0, 2.0], "too_few"),
+        ([1.0, NAN], "nonfinite"),
+    ):
+        found = analyze.power_law(values)
+        assert math.isnan(float(found))
+        assert (found.status, found.num_spikes) == (status, 0)
+    with pytest.raises(MessageError, match="real numbers"):
+        analyze.power_law([1j])
+
+
+# -- saturation and the covariance of activations ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spectrum", "k", "delve"), [([0.995, 0.005], 1, 0), ([0.97, 0.025, 0.005], 2, 1), ([0.25] * 4, 4, 3)]
+)
+def test_saturation_of_delves_spectra(spectrum: list[float], k: int, delve: int) -> None:
+    """The crossing direction counts: k of 1, 2 and 4, where counting shares below the threshold leaves it out."""
+    rng = np.random.default_rng(0)
+    raw = rng.standard_normal((1000, len(spectrum)))
+    q = np.linalg.qr(raw - raw.mean(0))[0]
+    x = q * np.sqrt(spectrum)
+    found = analyze.saturation(x @ orthogonal(len(spectrum), rng) + 5)
+    assert (found.k, found.d, found.n, found.status) == (k, len(spectrum), 1000, "ok")
+    assert float(found) == k / len(spectrum)
+    assert int(np.count_nonzero(np.cumsum(spectrum) < 0.99)) == delve
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e4, 1e8, 1e12])
+def test_trace_and_determinant_of_the_covariance(offset: float) -> None:
+    """Against NumPy's covariance, whatever the offset."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((400, 7)) @ rng.standard_normal((7, 7))
+    x = (x + offset) - offset  # what the offset leaves of them
+    found = analyze.saturation(x + offset)
+    covariance = np.cov(x.T)
+    assert found.trace == pytest.approx(np.trace(covariance), rel=1e-9)
+    assert found.log_det == pytest.approx(np.linalg.slogdet(covariance)[1], abs=1e-8)
+    for scale in (1e-200, 1e200):
+        scaled = analyze.saturation(x * scale)
+        assert (scaled.k, scaled.status) == (found.k, "ok")
+        assert scaled.log_det == pytest.approx(np.linalg.slogdet(covariance)[1] + 14 * math.log(scale), rel=1e-12)
+    assert analyze.saturation(np.pad(x, ((0, 0), (0, 1)))).log_det == -INF
+
+
+def test_positions_of_convolutions() -> None:
+    """Positions are datapoints, are pooled, or are neurons; in (n, c, h, w) and in (n, t, d)."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((60, 3, 4, 5)) * np.array([3, 1, 0.5])[:, None, None]
+    expected = {
+        "datapoints": x.transpose(0, 2, 3, 1).reshape(-1, 3),
+        "mean": x.mean((2, 3)),
+        "max": x.max((2, 3)),
+        "median": np.median(x.reshape(60, 3, -1), axis=2),
+        "flatten": x.reshape(60, -1),
+    }
+    for positions, matrix in expected.items():
+        found, right = analyze.saturation(x, positions=positions), analyze.saturation(matrix)  # type: ignore[arg-type]
+        assert (found.k, found.d, found.n) == (right.k, right.d, right.n)
+        assert found.trace == pytest.approx(right.trace, rel=1e-12)
+        np.testing.assert_allclose(np.sort(arranged(x, "auto", positions), axis=0), np.sort(matrix, axis=0))  # type: ignore[arg-type]
+    sequence = x.reshape(60, 3, 20).transpose(0, 2, 1)
+    assert analyze.saturation(sequence).trace == pytest.approx(analyze.saturation(x).trace, rel=1e-12)
+    assert analyze.saturation(x.reshape(60, 3, 20), channels="first").d == 3
+    assert arranged(np.zeros((4, 3, 0)), "auto", "mean").shape == (4, 0)  # type: ignore[union-attr]
+
+
+def test_saturation_of_an_epoch_is_that_of_all_its_batches() -> None:
+    """The batches of an epoch, joined or merged, give what all their datapoints at once give: to 1e-12."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((300, 8)) @ rng.standard_normal((8, 8)) + 100 * rng.standard_normal(8)
+    batches = [x[:100], x[100:164], x[164:165], x[165:]]
+    whole, first, second = (analyze.Saturation(window="epoch") for _ in range(3))
+    for step, part in enumerate(batches):
+        assert not said(whole, message(part, "activations", step))
+        assert not said(first if step < 2 else second, message(part, "activations", step))
+    first.merge(second.state_dict())
+    restored = analyze.Saturation(window="epoch")
+    restored.load_state_dict(whole.state_dict())
+    right = analyze.saturation(x)
+    for metric in (whole, first, restored):
+        answers = list(metric.finish())
+        value, k, trace, log_det, status = (float(one.data) for one in answers)  # type: ignore[arg-type]
+        assert (value, k, status) == (right.k / 8, right.k, 0)
+        assert trace == pytest.approx(right.trace, rel=1e-12)
+        assert log_det == pytest.approx(right.log_det, abs=1e-10)
+        assert {(one.global_step, one.epoch) for one in answers} == {(3, 0)}
+        assert not list(metric.finish())
+    answers = [
+        one
+        for step in range(4)
+        for one in whole.receive(message(x, "activations", step, epoch=step // 2))
+        if one.kind == "activations_saturation"
+    ]
+    assert [(one.global_step, one.epoch) for one in answers] == [(1, 0)]
+    late = analyze.Saturation(window="epoch")
+    list(late.receive(message(x, "activations", 9, epoch=7)))
+    whole.merge(late.state_dict())
+    assert [one.epoch for one in whole.finish() if one.kind == "activations_saturation"] == [1, 7]
+
+
+def test_edges_of_saturation() -> None:
+    """Dead, broken, empty and changing layers: NaN with a status, never an error in a replay."""
+    x = np.random.default_rng(0).standard_normal((50, 4))
+    for data, status in (
+        (np.zeros((50, 3)), 3),
+        (np.full((50, 3), 0.1), 3),
+        (np.zeros((0, 3)), 6),
+        (np.zeros((3, 0)), 6),
+        (np.where(x > 1, NAN, x), 4),
+        (np.where(x > 1, INF, x), 4),
+        (np.array(1.0), 5),
+        (x * 1j, 5),
+        (x[:6], 1),
+        (x[:1], 3),
+    ):
+        for window in ("message", "epoch"):
+            metric = analyze.Saturation(window=window)  # type: ignore[arg-type]
+            one = message(data, "activations")
+            found = said(metric, one) or {
+                answer.kind.removeprefix("activations_saturation").removeprefix("_") or "value": float(answer.data)  # type: ignore[arg-type]
+                for answer in metric.finish()
+            }
+            assert found["status"] == status, (window, data.shape)
+            assert math.isnan(found["value"]) == (status != 1)
+    changing = analyze.Saturation(window="epoch")
+    for step, data in enumerate((x, x[:, :2])):
+        assert not said(changing, message(data, "activations", step))
+    assert [float(one.data) for one in changing.finish()][-1] == 5  # type: ignore[arg-type]
+    with pytest.raises(MessageError, match="real numbers"):
+        analyze.saturation(x * 1j)
