@@ -25,7 +25,7 @@ HOMES: dict[str, str] = {
     "batch": "analyze.batching.batch",
     "blame": "analyze.seeing.blame",
     "check": "analyze.seeing.check",
-    "compare": "analyze.comparing.compare",
+    "compare": "analyze.comparing.similarities",
     "describe": "analyze.registry",
     "diff": "analyze.comparing.diff",
     "pairs": "analyze.comparing.pairs",

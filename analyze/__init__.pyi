@@ -2,11 +2,11 @@
 
 from analyze.asking import analyze
 from analyze.batching.batch import BatchResults, batch
-from analyze.comparing.compare import compare
 from analyze.comparing.diff import diff
 from analyze.comparing.difference import Difference
 from analyze.comparing.over_time import statistics_over_time
 from analyze.comparing.pairs import pairs
+from analyze.comparing.similarities import compare
 from analyze.metrics.accuracy import Churn, TestAccuracy, TrainAccuracy, accuracy, churn, test_accuracy, train_accuracy
 from analyze.metrics.advice import Freeze, LearningRateFromRatio, freeze, learning_rate_from_ratio
 from analyze.metrics.aggregate import Aggregate, aggregate

@@ -34,7 +34,7 @@ from analyze.batching.units import (
     sentence_of,
     stride_of,
 )
-from analyze.comparing.compare import compare
+from analyze.comparing.similarities import compare
 from tracer.errors import TraceCorruptError, TraceError
 from tracer.format.journal import Column
 from tracer.messaging.receiver import Around, Receiver

@@ -19,8 +19,7 @@ import numpy as np
 import scipy
 from numpy.typing import NDArray
 
-from analyze.comparing.compare import aligned, observed
-from analyze.comparing.similarities import Item, Similarities, codes_of_pairs
+from analyze.comparing.similarities import Item, Similarities, aligned, codes_of_pairs, observed
 from analyze.metrics.checks import check_word
 from analyze.metrics.similarity import estimates
 from analyze.metrics.similarity.bases import Basis, basis, check_threshold

@@ -1,10 +1,11 @@
-"""Rules about what layers put out: saturated, collapsed or zero outputs, and passes in the wrong mode."""
+"""Rules about what layers put out: dead units, and saturated, collapsed or zero outputs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import zlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias, Unpack, final
+from typing import Any, Unpack, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,186 +16,152 @@ from analyze.metrics.moments import Extent, shared
 from analyze.rules.finding import Finding, Place, Severity
 from analyze.rules.rule import Looking, Rule, TableRule, modules_of
 from analyze.rules.tables import Bools, OfKind, Table
-from tracer.messaging.messages import DEFAULT_TAG, EVAL_MODE, EVAL_TAG, TRAIN_MODE, Message
-from tracer.messaging.subscription import is_doubled
+from tracer.messaging.messages import Message
 from tracer.numbers.arrays import as_array
 
-_PASSES, _DROPOUT, _NORMALISATION, _MODE, _EVALUATED = range(5)
-_OFFSET = 0.1
-_CERTAIN = 6.0
-_Channels: TypeAlias = tuple[NDArray[np.float64], NDArray[np.float64]]
+_LIKE_RELU = frozenset({"ReLU", "ReLU6", "Threshold", "Hardshrink", "Softshrink"})
+
+
+class _Units:
+    """How long each unit of a layer has been silent (zero)."""
+
+    def __init__(self, units: int) -> None:
+        self.steps: NDArray[np.int64] = np.zeros(units, np.int64)  # silent steps in a row
+        self.rows: NDArray[np.int64] = np.zeros(units, np.int64)  # datapoints in these steps
+        self.since: NDArray[np.int64] = np.zeros((3, units), np.int64)  # counters of the first of these steps
+
+    def hear(self, place: Place, active: NDArray[np.bool_], rows: int) -> None:
+        """Update the counts with the units that were active in a step of `rows` datapoints."""
+        begins = (self.steps == 0) & ~active
+        self.since[:, begins] = np.array(place[2:])[:, None]
+        self.steps = np.where(active, 0, self.steps + 1)
+        self.rows = np.where(active, 0, self.rows + rows)
 
 
 @final
-class EvaluationMode(TableRule):
-    """A network that is trained in evaluation mode, wholly or in part, or that is evaluated in training mode.
+class DeadUnits(TableRule):
+    """Units of a layer with ReLU that are zero for every input.
+
+    A layer counts if its output has no negative numbers and has zeros, as after ReLU. A unit is a channel of an image
+    or a feature of a row.
 
     Parameters
     ----------
-    patience : int
-        At how many recorded steps in a row; of a batch normalisation, over how many steps its outputs are averaged.
-    modules
+    share : float
+        Which share of a layer's units must be dead.
+    steps, datapoints : int
+        For how many recorded steps in a row, and for how many datapoints in them, a dead unit is zero.
+    tag, modules
         As in `tracer.Subscription`.
 
     Notes
     -----
-    *Fires* at a step whose training pass is recorded as one in eval mode, without `patience`; in traces that do not
-    say so, where steps have updates, and only passes in evaluation mode; where a dropout zeroes nothing; where the
-    means of a batch normalisation's outputs are not its biases: for half of the channels, the mean of `patience` steps
-    is off by more than a tenth of a standard deviation, and by more than 6 standard errors. It also fires where the
-    loss of an evaluation is recorded as one of a single pass in train mode, in which a dropout or a batch
-    normalisation is active. Passes in train mode without a loss of their own are meant, as those that recompute the
-    statistics of a batch normalisation, and those of teachers and of generators.
-    *Needs* ``weight_updates``, and activations of the training passes; of a dropout, a header that says its
-    probability; of a batch normalisation, ``biases``, too, and the data of both, not statistics.
-    *Source*: S. Ioffe and C. Szegedy, "Batch Normalization", arXiv:1502.03167, for the mean; what dropout does is
-    PyTorch's documentation.
+    *Fires* where at least `share` of the units are dead. The finding stands at the step from which that was so. Inputs
+    that are the network's own (``input_data``) or whole numbers, as counts and one-hot vectors, are no units. Where
+    only statistics are recorded, a layer is judged if all its numbers are zero, so that all units are, or less than
+    `share` of them, so that fewer units are; between these, statistics do not tell.
+    *Needs* the activations of the layers that do ReLU, or their statistics, or ``layer_inputs`` of those that follow.
+    *Source*: smdebug's ``DeadRelu``, which fires if half of a layer is active less than 1 % of the time; L. Lu et al.,
+    "Dying ReLU and initialization", arXiv:1903.06733.
     """
 
-    name = "evaluation_mode"
+    name = "dead_units"
     takes_statistics = "too"
-    statistics = ("zeros", "count", "nan")
-    whole = frozenset({"activations", "biases"})
-    judges = "updates of weights, and training passes"
-    numbers = ("why",)
-    advice = "call model.train() before each epoch of the training, and model.eval() before each evaluation"
+    statistics = ("zeros", "count")
+    whole = frozenset({"activations", "layer_inputs", "input_data"})
+    judges = "activations of layers that do ReLU"
+    numbers = ("units", "dead")
+    advice = (
+        "look at the bias and the learning rate of the layer before it; units that died get no gradient, so they stay "
+        "dead: initialise them again, or use a leaky nonlinearity"
+    )
 
-    def __init__(self, *, patience: int = 10, modules: str | Iterable[str] | None = None) -> None:
-        check(is_whole(patience, 3), "patience is an integer from 3 on", patience)
-        kinds = ("network_output", "activations", "biases", EVAL_MODE, TRAIN_MODE)
-        super().__init__([("weight_updates",), kinds], patience=patience, tag=None, modules=modules)
-        self.dropouts: set[str] = set()
-        self.normalisations: set[str] = set()
-        self.means: dict[Series, tuple[Place, _Channels]] = {}
-        self.biases: dict[str, NDArray[np.float64]] = {}
-        self.offsets: dict[Series, list[tuple[Place, NDArray[np.float64]]]] = {}
+    def __init__(self, *, share: float = 0.5, steps: int = 10, datapoints: int = 200, **where: Unpack[Looking]) -> None:
+        check(is_number(share) and 0 < share <= 1, "a share is a number from 0 to 1", share)
+        check(is_whole(steps, 1), "steps are a positive integer", steps)
+        check(is_whole(datapoints, 1), "datapoints are a positive integer", datapoints)
+        super().__init__([("activations", "layer_inputs")], also=("input_data",), **where)
+        self.share, self.steps, self.datapoints = share, steps, datapoints
+        self.others: set[str] = set()  # modules of torch that are not like ReLU
+        self.like_relu: set[str] = set()
+        self.layers: dict[tuple[str, Series], _Units] = {}
+        self.silent: dict[Series, _Units] = {}  # of layers whose statistics are known, all units as one
+        self.inputs: set[int] = set()  # the checksums of the network's inputs in this step
 
     def know_model(self, model: Mapping[str, Any]) -> None:
-        """Find the dropouts and the batch normalisations."""
-        for one in modules_of(model):
-            probability = one.said.get("probability")
-            if isinstance(probability, (int, float)) and probability >= 0.01:
-                self.dropouts.add(one.name)
-            if one.kind in ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d"):
-                self.normalisations.add(one.name)
+        """Find the modules that are not like ReLU, such as linear layers, whose outputs may all be zero, too."""
+        of_torch = [one for one in modules_of(model) if one.package.startswith("torch.nn.modules.")]
+        self.others = {one.name for one in of_torch if one.kind not in _LIKE_RELU}
+        self.like_relu = {one.name for one in of_torch} - self.others
 
     def look_at_data(self, message: Message) -> Iterator[Message]:
-        """Take an output into the table, too; store the data of batch normalisations."""
+        """Judge one output."""
         data = message.data
-        if message.kind != "biases" and not is_doubled(message.sampling):
-            self.tables.hear(message)
-        if data is not None and message.key in self.normalisations and data.is_floating_point() and data.numel():
-            if message.kind == "biases":
-                self.biases[message.key or ""] = as_array(data).astype(np.float64)
-            elif message.tag == DEFAULT_TAG and data.ndim >= 2 and len(data) >= 4:
-                self.means[series_of(message)] = Place.of(message), _standardised(as_array(data))
-        yield from ()
-
-    def look_back(self) -> Iterator[Message]:
-        """Judge the table of a step, and the means of its batch normalisations."""
-        yield from super().look_back()
-        yield from self._look_at_means()
+        if data is None or data.ndim < 2 or not data.is_floating_point() or data.numel() == 0:
+            return
+        if message.kind == "input_data":
+            self.inputs.add(zlib.crc32(as_array(data).tobytes()))
+            return
+        if (message.kind == "activations" and message.key in self.others) or shared(message, "min") != 0:
+            return
+        x = as_array(data)
+        if message.kind == "layer_inputs" and (zlib.crc32(x.tobytes()) in self.inputs or (x == np.round(x)).all()):
+            return
+        axis = 1 if x.ndim == 2 or x.ndim > 3 else 2
+        active = (x != 0).any(axis=tuple(one for one in range(x.ndim) if one != axis))
+        place = Place.of(message)
+        layer = self.layers.get((place.kind, place.series))
+        if layer is None or len(layer.steps) != len(active):
+            layer = self.layers[place.kind, place.series] = _Units(len(active))
+        layer.hear(place, active, x.size // len(active))
+        dead = (layer.steps >= self.steps) & (layer.rows >= self.datapoints)
+        if not dead.any():
+            self.judged(message)
+            return
+        count, needed = int(dead.sum()), int(np.ceil(self.share * len(dead)))
+        bad = count >= needed
+        since = None
+        if bad:  # the first step at which enough of them were silent
+            order = layer.since[:, dead][:, np.argsort(layer.since[0, dead], kind="stable")]
+            since = Place(place.kind, place.series, *order[:, needed - 1].tolist())
+        yield from self.judge(place, bad, count / len(dead), self.share, len(dead), count, since=since)
 
     def judge_table(self, table: Table) -> Iterator[Message]:
-        """Judge the passes of each step, and the outputs of dropouts."""
-        updates, passes = table.of("weight_updates"), (table.of("network_output"), table.of("activations"))
-        changes = _any(_floating(updates) & (updates["zeros"] < updates["count"]) & updates.of_tag(DEFAULT_TAG))
-        training, evaluation = (
-            _any(np.concatenate([_floating(of) & of.of_tag(tag) for of in passes], axis=1))
-            for tag in (DEFAULT_TAG, EVAL_TAG)
-        )
-        in_eval_mode = _any(table.of(EVAL_MODE).there)
-        ranks = [column.series[3] for of in table for column in of.columns]
-        for row in np.flatnonzero(in_eval_mode | changes & (training | evaluation)).tolist():
-            place = table.place("network_output", (None, DEFAULT_TAG, "", ranks[0]), row)
-            if in_eval_mode[row]:
-                yield from self.judge(place, True, 1.0, 1.0, _MODE, patience=1)
-            else:
-                yield from self.judge(place, not training[row], 1.0, 1.0, _PASSES)
-        evaluated = table.of(TRAIN_MODE)
-        for row, column in zip(*np.nonzero(evaluated.there), strict=True):
-            place = table.place("network_output", evaluated.columns[column].series, row)
-            yield from self.judge(place, True, 1.0, 1.0, _EVALUATED, patience=1)
-        yield from self._look_at_dropouts(table, table.of("activations"))
+        """Judge the outputs of which statistics are known."""
+        of = table.of("activations")
+        known = of.where(lambda one: one.floating and one.axes >= 2 and one.series[0] in self.like_relu)
+        known &= of.where(lambda one: ("activations", one.series) not in self.layers)
+        there = of.there & known & (of["count"] > 0)
+        zeros = np.where(there, of["zeros"] / of["count"], 0.0)
+        alive: Bools = np.all(zeros < 1, axis=0)
+        alive &= of.where(lambda one: one.series not in self.silent or not self.silent[one.series].steps[0])
+        judged = there & alive & (zeros < self.share)
+        yield from self.judge_all(table, of, judged, np.zeros_like(judged), zeros, self.share, 0.0, 0.0)
+        for series, columns in of.series.items():
+            if not alive[columns].all():
+                for row, column in zip(*of.cells(columns, there), strict=True):
+                    place = table.place(of.kind, series, row)
+                    yield from self._look_at(place, float(zeros[row, column]), int(of["count"][row, column]))
 
-    def _look_at_dropouts(self, table: Table, of: OfKind) -> Iterator[Message]:
-        """Judge whether a dropout sets more to zero than what comes before it."""
-        dropouts = of.where(lambda column: column.series[0] in self.dropouts)
-        if not dropouts.any():
-            return
-        count, zeros = of["count"], of["zeros"]
-        there = _floating(of) & of.of_tag(DEFAULT_TAG)
-        order = np.argsort(np.where(there, of.places, -1), axis=1, kind="stable")
-        before = np.zeros(count.shape, np.int64)  # the column of the message before each
-        np.put_along_axis(before, order[:, 1:], order[:, :-1], axis=1)
-        np.put_along_axis(before, order[:, :1], order[:, :1], axis=1)
-        of_input = np.take_along_axis(zeros, before, axis=1)
-        is_input = np.take_along_axis(there & (count > 0), before, axis=1) & (before != np.arange(count.shape[1]))
-        of_input = np.where(is_input & (np.take_along_axis(count, before, axis=1) == count), of_input, 0.0)
-        judged = there & dropouts & (count >= 1000) & (zeros < count) & (of["nan"] == 0)
-        yield from self.judge_all(table, of, judged, zeros <= of_input, zeros, of_input, _DROPOUT)
+    def _look_at(self, place: Place, zeros: float, count: int) -> Iterator[Message]:
+        """Judge an output by its share of zeros."""
+        layer = self.silent.setdefault(place.series, _Units(1))
+        layer.hear(place, np.array([zeros < 1]), count)
+        if zeros < self.share:
+            yield from self.judge(place, False, zeros, self.share, 0, 0)
+        elif layer.steps[0] >= self.steps and layer.rows[0] >= self.datapoints:
+            since = Place(place.kind, place.series, *layer.since[:, 0].tolist())
+            yield from self.judge(place, True, 1.0, self.share, 0, 0, since=since)
 
-    def _look_at_means(self) -> Iterator[Message]:
-        """Judge the means of the outputs of batch normalisations, beside their biases."""
-        means, self.means = self.means, {}
-        for series, (place, (mean, deviation)) in means.items():
-            bias = self.biases.get(series[0] or "")
-            if bias is None or bias.shape != mean.shape:
-                continue
-            self.weigh(place)
-            offsets = self.offsets.setdefault(series, [])
-            if offsets and offsets[0][1].shape != mean.shape:
-                offsets.clear()
-            with np.errstate(all="ignore"):
-                offsets.append((place, (mean - bias) / deviation))
-            del offsets[: -self.patience]
-            if len(offsets) == self.patience:
-                all_of = np.stack([one for _, one in offsets])
-                with np.errstate(all="ignore"):
-                    error = all_of.std(axis=0, ddof=1) / np.sqrt(len(all_of))
-                    mean_off = np.abs(all_of.mean(axis=0))
-                off = (mean_off > _OFFSET) & (mean_off > _CERTAIN * error)
-                share = float(off.mean())
-                usual = float(np.median(mean_off))
-                yield from self.judge(place, share >= 0.5, usual, _OFFSET, _NORMALISATION, since=offsets[0][0])
+    def look_back(self) -> Iterator[Message]:
+        """Judge the table of a step, and forget its inputs."""
+        yield from super().look_back()
+        self.inputs = set()
 
     def evidence(self, found: Finding) -> str:
-        why = int(found.numbers["why"])
-        if why == _MODE:
-            more = f"; so were {found.steps - 1:,} more recorded steps, up to {found.last:,}" if found.steps > 1 else ""
-            return f"step {found.first:,} was trained while the model was in eval() mode{more}"
-        if why == _PASSES:
-            return f"{found.steps} recorded steps had updates, but only passes in evaluation mode"
-        if why == _EVALUATED:
-            return (
-                f"evaluations at {found.steps} recorded step{'s' if found.steps > 1 else ''} have losses of passes in "
-                "train() mode: dropouts drop, and batch normalisations learn from what is evaluated"
-            )
-        if why == _DROPOUT:
-            return f"this dropout set nothing to zero at {found.steps} recorded steps of the training"
-        return (
-            f"its outputs are {found.value:.2g} standard deviations away from what the statistics of a batch give: it "
-            "uses running statistics"
-        )
-
-
-def _standardised(x: NDArray[Any]) -> _Channels:
-    """The mean and the standard deviation of each channel."""
-    axes = (0, *range(2, x.ndim))
-    with np.errstate(all="ignore"):
-        x = x.astype(np.float64)
-        return x.mean(axis=axes), np.maximum(x.std(axis=axes), 1e-12)
-
-
-def _floating(of: OfKind) -> Bools:
-    """Where there are messages of floating-point numbers."""
-    return of.there & of.where(lambda column: column.floating) & (of["count"] > 0)
-
-
-def _any(holds: Bools) -> Bools:
-    """At which steps something holds in a column."""
-    found: Bools = np.any(holds, axis=1)
-    return found
+        dead, units = int(found.numbers["dead"]), int(found.numbers["units"])
+        which = f"{dead} of {units} units" if units else "all units"
+        return f"{which} were zero for every datapoint of at least {self.steps} recorded steps"
 
 
 _TANH, _SIGMOID, _SOFTMAX = 0, 1, 2

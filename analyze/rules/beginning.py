@@ -13,9 +13,9 @@ from analyze.metrics.checks import check, is_number, is_whole
 from analyze.metrics.metric import Series, series_of
 from analyze.metrics.moments import Extent, shared
 from analyze.rules.finding import Finding, Place
-from analyze.rules.loss_arguments import CROSS_ENTROPY
 from analyze.rules.losses import cross_entropies
 from analyze.rules.rule import Looking, Rule, entries
+from analyze.rules.settings import CROSS_ENTROPY
 from tracer.messaging.messages import Message
 from tracer.messaging.subscription import is_doubled
 from tracer.numbers.arrays import as_array

@@ -118,8 +118,8 @@ class Rule(Registered):
     def __init__(
         self,
         needs: Iterable[str | tuple[str, ...]],
+        also: Iterable[str] = (),  # positional, so that no rule has it among the parameters that it inherits
         *,
-        also: Iterable[str] = (),
         patience: int = 1,
         every: int = 1,
         tag: str | None = DEFAULT_TAG,

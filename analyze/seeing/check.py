@@ -172,19 +172,8 @@ class Checked:
 
     def as_json(self) -> dict[str, Any]:
         """All fields in JSON values, as `trace check --json` prints them."""
-        names = (
-            "trace",
-            "status",
-            "verdict",
-            "severity",
-            "steps",
-            "span",
-            "findings",
-            "coverage",
-            "silent",
-            "unjudged",
-        )
-        return json_of(self, *names, "damage", "probed")
+        names = "trace status verdict severity steps span findings coverage silent unjudged damage probed"
+        return json_of(self, *names.split())
 
 
 Wanted = str | Rule | Iterable[str | Rule]

@@ -18,9 +18,8 @@ from bokeh.model import DataModel
 from jinja2 import Template
 
 from analyze.seeing.gathered import Gathered
-from analyze.seeing.page import bounds_of, data_of, header_of, html_of, panels_of, steps_of
+from analyze.seeing.page import asking_panel, bounds_of, data_of, header_of, html_of, panels_of, steps_of
 from analyze.seeing.panel import Panel
-from analyze.seeing.sections import asking_panel
 from analyze.seeing.view import RUNNING, Job, View
 from tracer.errors import MessageError, TracerError
 

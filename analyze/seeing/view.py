@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import NamedTuple, Self, final
 
 from analyze.registry import instances, subscribers
@@ -51,9 +50,7 @@ class Turns:
                 self._changed.wait()
             self._writing += 1
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         with self._changed:
             self._writing -= 1
             self._changed.notify_all()
@@ -91,14 +88,12 @@ class Guard:
         if self._turns is not None:
             self._turns.__enter__()
         if self._cancelled.is_set():
-            self.__exit__(None, None, None)
+            self.__exit__()
             raise _Cancelled
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._turns is not None:
-            self._turns.__exit__(kind, error, trace)
+            self._turns.__exit__(*error)
 
 
 class Job(Receiver):
@@ -130,10 +125,8 @@ class Job(Receiver):
     name = "progress"
 
     def __init__(self, title: str, work: Callable[[Job], None]) -> None:
-        self.title = title
-        self.state = RUNNING
+        self.title, self.state, self.error = title, RUNNING, ""
         self.reached, self.heard = -1, 0
-        self.error = ""
         self._cancelled = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(work,), name=title, daemon=True)
 

@@ -16,7 +16,7 @@ from tracer import ModuleMessage, NetworkMessage, TraceWriter
 from tracer.errors import CaptureError, MessageError
 from tracer.format.names import part_name
 
-module = pytest.importorskip("analyze.comparing.compare", reason="there is no comparison of two runs to partition")
+module = pytest.importorskip("analyze.comparing.similarities", reason="there is no comparison of two runs to partition")
 SPECS = ["svcca", "cka"]
 
 

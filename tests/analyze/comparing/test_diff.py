@@ -180,40 +180,6 @@ def test_faults(fault: Fault, step: int, kind: str, module: str | None, base: Pa
     assert (place(quick), quick.differing, quick.compared) == (place(found), found.differing, found.compared)
 
 
-def named_by(fault: Fault) -> str:
-    """The name of a case."""
-    return type(fault).__name__
-
-
-class Rate(Fault):
-    """The learning rate jumps for a step."""
-
-    def rate(self, step: int, name: str) -> float:
-        return 10.0 if step == 3 else 1.0
-
-
-class Evaluation(Fault):
-    """The network is in evaluation mode from a step on."""
-
-    def begin(self, step: int, model: nn.Module) -> None:
-        model.train(step < 4)
-
-
-class Scaled(Fault):
-    """The loss is scaled at one step."""
-
-    def loss(self, step: int, loss: Tensor) -> Tensor:
-        return loss * 2 if step == 5 else loss
-
-
-class Frozen(Fault):
-    """The first parameter is no longer trained."""
-
-    def before_step(self, step: int, model: nn.Module) -> None:
-        if step >= 4:
-            next(model.parameters()).grad = None
-
-
 class LargerNudge(Fault):
     """The first parameter is moved by 1e-3."""
 
@@ -223,9 +189,7 @@ class LargerNudge(Fault):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "fault", [Label(), Masks(), Rate(), Evaluation(), Scaled(), Frozen(), LargerNudge()], ids=named_by
-)
+@pytest.mark.parametrize("fault", [Label(), Masks(), LargerNudge()], ids=lambda fault: type(fault).__name__)
 @pytest.mark.parametrize("network", ["mlp", "deep_tanh", "cnn", "transformer", "rnn"])
 def test_more_faults(network: str, fault: Fault, tmp_path: Path) -> None:
     """In each architecture, the first message that differs is the one that a comparison of all messages finds."""
@@ -236,7 +200,7 @@ def test_more_faults(network: str, fault: Fault, tmp_path: Path) -> None:
     replace(good, fault=fault).run(tmp_path / "b.zarr")
     found, expected = diff(tmp_path / "a.zarr", tmp_path / "b.zarr"), partings(tmp_path / "a.zarr", tmp_path / "b.zarr")
     if not expected:  # a network without dropout does not know
-        assert isinstance(fault, Masks | Evaluation)
+        assert isinstance(fault, Masks)
         assert network in ("deep_tanh", "rnn")
         assert not found.parted
         return

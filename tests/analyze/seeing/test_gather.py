@@ -27,12 +27,6 @@ from tracer.trace.reader import TraceReader
 from tracereel.main import main
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A trace in which the update of a layer is too large once."""
-    return write(tmp_path_factory.mktemp("gather") / "run.zarr", messages(spike=("fc1", 44)))
-
-
 def test_measures_are_those_of_the_metrics(run: Path) -> None:
     """The ratio is that of `ratio`, to the bit; norms are those of numpy; a silent unit of six is dead."""
     found = gather(run, ["ratio", "norm:kind=weight_gradients"])
@@ -67,11 +61,12 @@ def test_findings_are_those_of_a_check(run: Path) -> None:
 
 
 def test_what_is_not_finite_is_counted(tmp_path: Path) -> None:
-    """By layer, in all kinds together."""
-    path = write(tmp_path / "run.zarr", messages(("a", "b"), 10, nan_from=7))
-    found = gather(path)
+    """By layer, in all kinds together; and a ratio of NaN is the greatest."""
+    found = gather(write(tmp_path / "run.zarr", messages(("a", "b"), 10, nan_from=7)))
     assert found.of(BAD)["a"].points()[1].sum() == 3 * (16 * 6 + 3 * 30)
     assert found.losses["loss", "default"].bad == 3
+    first = layers(found)[0]
+    assert (first.name, first.bad, first.odd, first.ratio_step) == ("a", 3 * (16 * 6 + 3 * 30), 7, 7)
 
 
 def test_a_metric_that_cannot_be_had_is_a_remark(run: Path) -> None:
@@ -104,10 +99,9 @@ def test_frames_of_different_lengths_are_filled() -> None:
     assert Frames().points()[1].shape == (0, 0)
 
 
-def test_a_reference_has_the_columns_of_the_run(tmp_path: Path, run: Path) -> None:
+def test_a_reference_has_the_columns_of_the_run(tmp_path: Path, gathered: Gathered) -> None:
     """Though it is of another length; and no rules are asked of it."""
-    other = write(tmp_path / "good.zarr", messages(steps=30))
-    found = gather(run)
+    other, found = write(tmp_path / "good.zarr", messages(steps=30)), gathered
     good = reference(other, found.grid)
     assert good.grid == found.grid
     assert good.of(RATIO)["fc1"].cells.shape == found.of(RATIO)["fc1"].cells.shape
@@ -172,7 +166,7 @@ FAULTS = ("none", "nan", "spike", "forgotten", "eval", "dead")
 
 
 def record(path: Path, fault: str) -> Path:
-    """A training of 150 steps by the defaults, with a fault from step 60 on."""
+    """A training of 80 steps by the defaults, with a fault from step 40 on."""
     torch.manual_seed(0)
     network = nn.Sequential(
         nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3)
@@ -181,18 +175,18 @@ def record(path: Path, fault: str) -> Path:
     optimizer = torch.optim.SGD(trained, lr=0.1)
     draw, loss_of = torch.Generator().manual_seed(1), nn.CrossEntropyLoss()
     with tracer.record(path, model=network, optimizer=optimizer, loss=loss_of, capture="standard"):
-        for step in range(150):
+        for step in range(80):
             inputs = torch.randn(32, 8, generator=draw)
-            bad = step >= 60
+            bad = step >= 40
             if fault == "eval" and bad:
                 network.eval()
             if fault == "nan" and bad:
                 inputs[0, 0] = torch.nan
-            optimizer.param_groups[0]["lr"] = 50.0 if fault == "spike" and 60 <= step < 63 else 0.1
+            optimizer.param_groups[0]["lr"] = 50.0 if fault == "spike" and 40 <= step < 43 else 0.1
             optimizer.zero_grad()
             loss_of(network(inputs), (inputs[:, :3].nan_to_num().argmax(dim=1))).backward()
             optimizer.step()
-            if fault == "dead" and step == 60:
+            if fault == "dead" and step == 40:
                 with torch.no_grad():
                     network[0].bias.fill_(-100.0)
     return path
@@ -248,10 +242,9 @@ def courses(found: Gathered) -> dict[object, tuple[np.ndarray, ...]]:
     return {key: (*one.points(), one.cells) for key, one in {**found.courses, **found.losses}.items()}
 
 
-def test_findings_come_first(tmp_path: Path) -> None:
+def test_findings_come_first(gathered: Gathered) -> None:
     """Then what went farthest from its past; each with the step and the reason."""
-    found = gather(write(tmp_path / "run.zarr", messages(spike=("fc1", 44))))
-    first, *others = layers(found)
+    first, *others = layers(gathered)
     assert (first.name, first.odd, first.place) == ("fc1", 44, 2)
     assert first.severity > 0
     assert first.ratio_step == 44
@@ -263,10 +256,9 @@ def test_findings_come_first(tmp_path: Path) -> None:
     assert far == sorted(far, reverse=True)
 
 
-def test_without_a_rule_the_ratio_tells(tmp_path: Path) -> None:
+def test_without_a_rule_the_ratio_tells(run: Path) -> None:
     """A ratio that is far from its past is odd, though no rule was asked."""
-    found = gather(write(tmp_path / "run.zarr", messages(spike=("fc1", 44))), rules=())
-    first = layers(found)[0]
+    first = layers(gather(run, rules=()))[0]
     assert (first.name, first.odd) == ("fc1", 44)
     assert first.why.startswith("ratio ")
     assert first.why.endswith(" times its past")
@@ -279,14 +271,6 @@ def test_what_was_not_recorded_is_none(tmp_path: Path) -> None:
     assert (layer.ratio, layer.gradient, layer.bad, layer.away) == (None, None, 0, 0.0)
     assert layer.dead is not None
     assert 1 / 6 <= layer.dead < 0.4
-
-
-def test_numbers_that_are_not_finite_are_counted(tmp_path: Path) -> None:
-    """Those of all kinds; and a ratio of NaN is the greatest."""
-    (layer,) = layers(gather(write(tmp_path / "run.zarr", messages(("a",), 12, nan_from=9))))
-    assert layer.bad == 3 * (96 + 90)
-    assert layer.odd == 9
-    assert layer.ratio_step == 9
 
 
 @pytest.fixture

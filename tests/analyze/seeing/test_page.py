@@ -10,7 +10,6 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from analyze.seeing.gathered import Gathered
@@ -77,18 +76,6 @@ def page_of(path: Path, *others: Path, metrics: tuple[str, ...] = ()) -> str:
     """The page of a trace."""
     found = gather(path, metrics)
     return page(found, [reference(other, found.grid) for other in others])
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A trace in which the update of a layer is too large once."""
-    return write(tmp_path_factory.mktemp("page") / "run.zarr", messages(spike=("fc1", 44)), seeds={"torch": 7})
-
-
-@pytest.fixture(scope="module")
-def gathered(run: Path) -> Gathered:
-    """What a page shows of it."""
-    return gather(run)
 
 
 def compared(found: Gathered, other: Path) -> Parsed:

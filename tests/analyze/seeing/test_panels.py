@@ -19,6 +19,7 @@ from analyze.seeing.course import Course, Grid
 from analyze.seeing.curves import NUMBERS, POINTS, arrays_of, lines_of
 from analyze.seeing.gathered import RATIO, Frames, Gathered, Key, layers
 from analyze.seeing.heat import PLACES, places
+from analyze.seeing.page import facts, provenance_panel
 from analyze.seeing.panel import (
     LABELS,
     ROWS,
@@ -36,7 +37,6 @@ from analyze.seeing.panel import (
     text,
 )
 from analyze.seeing.report import gather
-from analyze.seeing.sections import facts, provenance_panel
 from tests.analyze.seeing.runs import HOSTILE, LAYERS, messages, write
 
 NAMES = st.text() | st.sampled_from(HOSTILE) | st.text(alphabet="<>&\"'$\\()[]{}@/!-\u202e\x00 script")
@@ -246,13 +246,11 @@ def test_histograms_have_their_edges(tmp_path: Path) -> None:
         assert unpacked(one["cells"]).reshape(5, one["width"]).sum(axis=1).tolist() == [30] * 5
 
 
-def test_where_to_look(tmp_path: Path) -> None:
+def test_where_to_look(tmp_path: Path, run: Path, gathered: Gathered) -> None:
     """At the findings, the worst first; without any where a ratio was odd; else where it was farthest; else nowhere."""
-    path = write(tmp_path / "run.zarr", messages(spike=("fc1", 44)))
-    found = gather(path)
-    assert places(found, layers(found))[0].step == 44
-    assert "fc1" in places(found, layers(found))[0].why
-    found = gather(path, rules=())
+    assert places(gathered, layers(gathered))[0].step == 44
+    assert "fc1" in places(gathered, layers(gathered))[0].why
+    found = gather(run, rules=())
     assert places(found, layers(found))[0].step == 44
     healthy = gather(write(tmp_path / "healthy.zarr", messages()), rules=())
     looked = places(healthy, layers(healthy))

@@ -96,26 +96,10 @@ def wait_for_width(page: Opened, width: int) -> None:
 @needs_chromium
 def test_the_page_is_that_of_a_report(opened: Opened) -> None:
     """The verdict, and every picture painted, on a phone in the dark."""
-    assert_reported(opened, 390)
-
-
-@needs_chromium
-@pytest.mark.slow
-def test_the_page_is_that_of_a_report_on_a_screen(browser: Any, served: Served) -> None:
-    """And on a screen, in the light."""
-    page = Opened(browser, served.address, 1024, "light")
-    page.wait("document.getElementById('state').textContent === ''")
-    assert_reported(page, 1024)
-    assert page.complaints == []
-    page.context.close()
-
-
-def assert_reported(page: Opened, width: int) -> None:
-    """A page has the verdict and all pictures, and is no wider than its window."""
-    assert "of dec.fc at step 444" in page.page.inner_text("h1")
+    assert "of dec.fc at step 444" in opened.page.inner_text("h1")
     for name in ("loss", "heat", "zoom", "curves"):
-        assert colours(page.painted(name)) > 12, name
-    assert page.run("return document.documentElement.scrollWidth") <= width
+        assert colours(opened.painted(name)) > 12, name
+    assert opened.run("return document.documentElement.scrollWidth") <= 390
 
 
 @needs_chromium

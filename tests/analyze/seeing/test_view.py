@@ -48,21 +48,15 @@ def test_a_reader_sees_whole_messages_and_is_not_kept_waiting() -> None:
     assert all(list(numbers) == sorted(numbers) for numbers in zip(*seen, strict=True))
 
 
-@pytest.fixture(scope="module")
-def short_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A trace of 20 steps."""
-    return write(tmp_path_factory.mktemp("job") / "run.zarr", messages(steps=20))
-
-
-def test_a_job_tells_how_far_it_is(short_run: Path) -> None:
+def test_a_job_tells_how_far_it_is(run: Path) -> None:
     """It hears all that others ask for, step by step, and is done at the end."""
     loss = Collect("loss")
-    job = Job("losses", lambda job: replay(short_run, loss, job, guard=job.guard(Turns()))).start()
+    job = Job("losses", lambda job: replay(run, loss, job, guard=job.guard(Turns()))).start()
     job.join(20)
-    assert (job.state, job.reached, job.heard, len(loss)) == (DONE, 19, 20, 20)
+    assert (job.state, job.reached, job.heard, len(loss)) == (DONE, 59, 60, 60)
 
 
-def test_a_cancelled_job_ends_at_the_next_message(short_run: Path) -> None:
+def test_a_cancelled_job_ends_at_the_next_message(run: Path) -> None:
     """Nothing is published after that, and it is cancelled at once."""
     heard, going = threading.Event(), threading.Event()
 
@@ -73,7 +67,7 @@ def test_a_cancelled_job_ends_at_the_next_message(short_run: Path) -> None:
             return super().receive(message)
 
     slow = Slow("loss")
-    job = Job("slow", lambda job: replay(short_run, slow, job, guard=job.guard())).start()
+    job = Job("slow", lambda job: replay(run, slow, job, guard=job.guard())).start()
     assert heard.wait(20)
     assert job.state == RUNNING
     job.cancel()
@@ -102,16 +96,10 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(viewing, "LOOK_SECONDS", 0.0)
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A trace in which the update of a layer is too large once."""
-    return write(tmp_path_factory.mktemp("view") / "run.zarr", messages(spike=("fc1", 44)))
-
-
 @pytest.fixture
 def shown(run: Path) -> Iterator[View]:
     """A view of it that has gathered all."""
-    yield from gathered(run)
+    yield from viewed(run)
 
 
 @pytest.fixture(scope="module")
@@ -119,10 +107,10 @@ def kept(run: Path) -> Iterator[View]:
     """Such a view for tests that change nothing of it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(viewing, "LOOK_SECONDS", 0.0)
-        yield from gathered(run)
+        yield from viewed(run)
 
 
-def gathered(run: Path) -> Iterator[View]:
+def viewed(run: Path) -> Iterator[View]:
     """A view of a trace that has gathered all, for a fixture."""
     view = View(run, ["spectral_norm"])
     view.start()
@@ -274,46 +262,26 @@ def test_what_cannot_be_asked_is_refused(
     assert len(kept.asked) == 1
 
 
-def test_a_closer_look_has_all_that_was_recorded(tmp_path: Path) -> None:
-    """Of a short run without a replay; of a long one, of which something was left out, by a replay of these steps."""
-    path = write(tmp_path / "long.zarr", [one for one in messages(("fc",), 1500) if one.kind in KINDS])
-    view = View(path)
+@pytest.mark.parametrize("limit", [8192, 512])
+def test_a_closer_look_has_all_that_was_recorded(tmp_path: Path, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a run that is kept whole without a replay; where something was left out, by a replay of these steps."""
+    kinds = ("loss", "weights", "weight_updates")
+    path = write(tmp_path / "long.zarr", [one for one in messages(("fc",), 600) if one.kind in kinds])
+    whole = gather(path, rules=()).of(RATIO)["fc"].points()
+    inside = (whole[0] >= 300) & (whole[0] <= 340)
+    monkeypatch.setattr("analyze.seeing.report.LONGEST", limit)
+    view = View(path, rules=())
     view.start()
     until(view, lambda: not view.progress)
-    assert view.closer(700, 760) is not None
-    whole = gather(path).of(RATIO)["fc"].points()
-    for found in (view.closer(700, 760), looked(view, 700, 760)):
-        assert found is not None
-        steps, values, shifts = found.of(RATIO)["fc"].points()
-        inside = (whole[0] >= 700) & (whole[0] <= 760)
-        np.testing.assert_array_equal(steps, whole[0][inside])
-        np.testing.assert_array_equal(values, whole[1][inside])
-        np.testing.assert_array_equal(shifts, whole[2][inside])
-        assert found.grid.first == 700
-        assert found.grid.width == 1
-    view.stop()
-
-
-KINDS = ("loss", "weights", "weight_updates")
-
-
-def looked(view: View, first: int, last: int) -> Gathered:
-    """What a replay of some steps brings."""
-    into: list[Gathered] = []
-    view.look(first, last, into).join(20)
-    return into[0]
-
-
-def test_a_long_run_is_thinned_and_then_looked_at_by_a_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where something was left out, a closer look needs a replay."""
-    monkeypatch.setattr("analyze.seeing.report.LONGEST", 512)
-    path = write(tmp_path / "long.zarr", [one for one in messages(("fc",), 700) if one.kind in KINDS])
-    view = View(path)
-    view.start()
-    until(view, lambda: not view.progress)
-    assert view.found.thinned
-    assert view.closer(300, 340) is None
-    assert len(looked(view, 300, 340).of(RATIO)["fc"].points()[0]) == 41
+    looked: list[Gathered] = []
+    view.look(300, 340, looked).join(20)
+    closer = view.closer(300, 340)
+    assert view.found.thinned == (closer is None) == (limit == 512)
+    for found in (*looked, *([] if closer is None else [closer])):
+        for mine, theirs in zip(found.of(RATIO)["fc"].points(), whole, strict=True):
+            np.testing.assert_array_equal(mine, theirs[inside])
+        assert (found.grid.first, found.grid.width) == (300, 1)
+    assert len(looked) == 1
     view.stop()
 
 
