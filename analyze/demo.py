@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import tracer
+from analyze.asking import analyze
 from analyze.metrics.accuracy import TestAccuracy
 from analyze.metrics.lengths import Ratio
 from analyze.metrics.similarity.correlations import SVCCA
 from analyze.metrics.spectral_norm import SpectralNorm
 from analyze.seeing.report import report
+from analyze.tables.layout import TextTable
 from tracer.errors import TracerError
-from tracer.messaging.receiver import Collect
 
 TRAINED_ON = 1437
 PROBE_EVERY = 10
@@ -31,8 +31,6 @@ OBSERVED = (
     "bias_updates", "input_labels", "network_output", "loss",
 )  # fmt: skip
 
-Table = tuple[str, Sequence[str], list[tuple[Any, ...]]]
-
 
 @dataclass
 class Shown:
@@ -40,13 +38,13 @@ class Shown:
 
     Attributes
     ----------
-    tables : list of (caption, columns, rows)
+    tables : list of (caption, table)
     files : list of (path, what it is)
     commands : list of str
         What to type next.
     """
 
-    tables: list[Table] = field(default_factory=list)
+    tables: list[tuple[str, TextTable]] = field(default_factory=list)
     files: list[tuple[Path, str]] = field(default_factory=list)
     commands: list[str] = field(default_factory=list)
 
@@ -91,17 +89,16 @@ def run(
 
     say("Replaying the trace through four metrics, without the model and without the images ...")
     began = time.perf_counter()
-    heard = Collect("*_spectral_norm", "*_svcca", "*_ratio", "test_accuracy")
-    tracer.replay(trace, SpectralNorm("weights"), SVCCA(tag="probe"), Ratio(), TestAccuracy(), heard)
-    say(f"  {len(heard)} answers in {time.perf_counter() - began:.1f} s")
-    shown.tables.append(_answers(heard))
-    _plot(heard, plot)
+    results = analyze(trace, [SpectralNorm("weights"), SVCCA(tag="probe"), Ratio(), TestAccuracy()])
+    say(f"  {len(results)} answers in {time.perf_counter() - began:.1f} s")
+    shown.tables.append(("What the replay says", results.to_table()))
+    results.plot(plot, overwrite=True)
 
     say("Looking for what went wrong, and writing a report ...")
     began = time.perf_counter()
     found = report(trace, page, metrics=[SVCCA(tag="probe"), TestAccuracy()], overwrite=overwrite)
     say(f"  {found.checked.verdict}, in {time.perf_counter() - began:.1f} s")
-    shown.files.extend([(trace, "the trace"), (plot, "two of the metrics over the steps")])
+    shown.files.extend([(trace, "the trace"), (plot, "the answers over the steps")])
     shown.files.append((page, "the report: open it in a browser"))
     shown.commands.extend(
         [
@@ -169,7 +166,7 @@ def _train(trace: Path, images: Tensor, labels: Tensor, epochs: int, seed: int, 
     return steps
 
 
-def _contents(trace: Path) -> Table:
+def _contents(trace: Path) -> tuple[str, TextTable]:
     """What the trace holds, one row per kind."""
     found: dict[str, list[int]] = {}
     with tracer.open(trace) as reader:
@@ -178,69 +175,6 @@ def _contents(trace: Path) -> Table:
             row[0] += 1
             row[1] += stream.count
             row[2] += stream.bytes
-    rows = [(kind, streams, count, f"{nbytes / 1e6:.2f}") for kind, (streams, count, nbytes) in found.items()]
-    return "What the trace holds", ("kind", "streams", "messages", "MB"), rows
-
-
-def _answers(heard: Collect) -> Table:
-    """The answers at the start, in the middle and at the end, one row per metric and layer."""
-    series = _series(heard)
-    rows = []
-    for (kind, module), points in series.items():
-        places = (points[0], points[len(points) // 2], points[-1])
-        rows.append((kind, module, *(f"{value:.4g}" for _, value in places), points[-1][0]))
-    columns = ("answer", "layer", "first", "half way", "last", "last step")
-    return "What the replay says", columns, rows
-
-
-def _series(heard: Collect) -> dict[tuple[str, str], list[tuple[int, float]]]:
-    """(step, value) points by (kind of answer, layer), the layers in network order."""
-    found: dict[tuple[str, str], list[tuple[int, float]]] = {}
-    for message in heard:
-        if message.data is not None:
-            key = (message.kind, message.key or "")
-            found.setdefault(key, []).append((message.global_step, float(message.data)))
-    kinds = list(dict.fromkeys(kind for kind, _ in found))
-    order = {layer: number for number, layer in enumerate(LAYERS)}
-    return dict(sorted(found.items(), key=lambda item: (kinds.index(item[0][0]), order.get(item[0][1], -1))))
-
-
-def _plot(heard: Collect, path: Path) -> None:
-    """Draw two panels: the spectral norms and the SVCCA of each layer, over the steps."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
-
-    # pyplot would keep the figure alive and choose a GUI backend
-    figure = Figure(figsize=(11, 4.4), layout=ConstrainedLayoutEngine(wspace=0.06))
-    FigureCanvasAgg(figure)
-    panels = (
-        ("weights_spectral_norm", "Spectral norm of the weights", "largest singular value"),
-        (
-            "activations_svcca",
-            f"SVCCA of each layer with itself {PROBE_EVERY} steps before",
-            "mean canonical correlation",
-        ),
-    )
-    series = _series(heard)
-    for axes, (kind, title, label) in zip(figure.subplots(1, 2), panels, strict=True):
-        for number, layer in enumerate(LAYERS):
-            points = series.get((kind, layer), [])
-            # a layer has the same colour in both panels; the marker is for colour-blind readers
-            axes.plot(
-                [step for step, _ in points],
-                [value for _, value in points],
-                color=f"C{number}",
-                marker="osD^"[number % 4],
-                markevery=max(1, len(points) // 8),
-                markersize=4.5,
-                linewidth=1.6,
-                label=layer,
-            )
-        axes.set_title(title, fontsize=11)
-        axes.set_xlabel("optimizer step")
-        axes.set_ylabel(label)
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(title="layer", frameon=False)
-    figure.savefig(path, dpi=130)
+    rows = [(kind, str(streams), str(count), f"{nbytes / 1e6:.2f}") for kind, (streams, count, nbytes) in found.items()]
+    columns = ("kind", "streams", "messages", "MB")
+    return "What the trace holds", TextTable(columns, rows, right=columns[1:])

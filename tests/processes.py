@@ -44,8 +44,8 @@ ROOT = Path(__file__).parents[1]
 IMPORTED = (
     *("numpy", "scipy.linalg", "scipy.stats", "torch._dynamo", "torch.utils.data", "h5py", "zarr", "rich"),
     *("multiprocessing.synchronize", "tracer.stores.hdf5.store", "tracer.stores.zarr.store"),
-    *("tracer.recording.certifying.rehearsal", "tracer.recording.certifying.rehearsal"),
-    *("tracer.recording.launching.script", "analyze.tables.results", "tracereel.main"),
+    *("tracer.recording.certifying.rehearsal", "tracer.recording.launching.script"),
+    *("analyze.tables.results", "tracereel.main"),
 )
 """What the server imports before it forks."""
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")

@@ -31,20 +31,7 @@ CASES = {
     "startup": "--rounds 1 --json",
     "storage": "--rounds 1 --scale 0.05 --only scalars,open --json",
 }
-LONG = (
-    "batch",
-    "compiled",
-    "compression",
-    "hooks",
-    "keep_less",
-    "overhead",
-    "report",
-    "scale_asking",
-    "scale_replay",
-    "scale_upkeep",
-    "startup",
-    "storage",
-)
+LONG = tuple(name for name in CASES if name not in ("memory", "objects"))
 """Their smallest sizes take too long for each `make test`: there it is only seen that they begin."""
 ELSEWHERE = {
     "budget": "it trains nine networks for a minute each",

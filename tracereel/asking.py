@@ -70,22 +70,13 @@ if TYPE_CHECKING:
     "path/to/file.py:ClassName[:key=value,...]."
 )
 @options.filters
-@click.option(
-    "--out",
-    metavar="FILE",
-    type=click.Path(),
-    help="Write the answers: .parquet, .csv, .jsonl, or as a trace: .zarr, .h5.",
-)
-@click.option(
-    "--tensorboard", metavar="DIR", type=click.Path(), help="Write the answers for TensorBoard too: a run in DIR."
-)
+@options.file("--out", help="Write the answers: .parquet, .csv, .jsonl, or as a trace: .zarr, .h5.")
+@options.file("--tensorboard", metavar="DIR", help="Write the answers for TensorBoard too: a run in DIR.")
 @options.overwrite
 @options.gather(outputs=Outputs)
 @options.flag("--follow", help="Go on with a run that is being recorded until it ends.")
 @options.flag("--plan", "only_plan", help="Only say what would be read, and what is missing.")
-@click.option(
-    "--reenact",
-    metavar="'SCRIPT.py [ARGS]'",
+@options.reenact(
     help="With --steps A:B: run these steps again by the script that trained, into RUN.steps-A-B.zarr unless they are "
     "there, and ask that. With the word recorded, by the command that the trace tells. The exit code is 5 if a value "
     "is not as it was recorded.",
@@ -358,12 +349,9 @@ def _print_plan(plan: Plan, as_json: bool) -> None:
 
     for name, scope in plan.memory.items():
         click.echo(f"{name} remembers {SCOPES[scope]}: of a part of that it says something else than of the whole")
-    for sentence in plan.partial:
-        tell(f"partial: {sentence}")
-    for sentence in plan.scarce:
-        tell(f"scarce: {sentence}")
-    for sentence in plan.missing:
-        tell(f"missing: {sentence}")
+    for name, sentences in (("partial", plan.partial), ("scarce", plan.scarce), ("missing", plan.missing)):
+        for sentence in sentences:
+            tell(f"{name}: {sentence}")
 
 
 # -- plot ---------------------------------------------------------------------------------------------------------
@@ -379,9 +367,7 @@ def _print_plan(plan: Plan, as_json: bool) -> None:
 @options.path("trace")
 @options.subscribers(help="Draw the answers of this metric; may be repeated.")
 @options.filters
-@click.option(
-    "-o", "--out", metavar="FILE", type=click.Path(), required=True, help="Where the figure goes: .png, .svg or .pdf."
-)
+@options.file("-o", "--out", required=True, help="Where the figure goes: .png, .svg or .pdf.")
 @options.flag("--log/--linear", "log", default=None, help="The scale of values; by default what fits them.")
 @options.overwrite
 def plot(

@@ -15,7 +15,7 @@ from tracereel import options
 from tracereel.command import SOME_FAILED, UNVERIFIED, Command, conclude, wrong_usage
 from tracereel.options import MessageFilters
 from tracereel.outputs import check_installed
-from tracereel.printing import plain_warnings, print_json, say, size, tell
+from tracereel.printing import batch_progress, plain_warnings, print_json, say, size, tell
 
 if TYPE_CHECKING:
     from analyze.batching.batch import BatchResults
@@ -34,22 +34,15 @@ if TYPE_CHECKING:
 @options.subscribers(
     help="Ask this metric of each trace; may be repeated. Also path/to/file.py:ClassName[:key=value,...]."
 )
-@click.option(
-    "--out",
-    metavar="DIR",
-    type=click.Path(),
-    required=True,
-    help="The folder of the results; also a URL (s3://bucket/results).",
+@options.file(
+    "--out", metavar="DIR", required=True, help="The folder of the results; also a URL (s3://bucket/results)."
 )
 @options.filters_of_all_ranks
-@click.option(
-    "--pairs",
-    type=click.Choice(["all", "first"]),
+@options.one_of(
+    *("--pairs", "all", "first"),
     help="Compare the layers of each two runs, or of each with the first; for svcca, cka and their like.",
 )
-@click.option(
-    "--reenact",
-    metavar="'SCRIPT.py [ARGS]'",
+@options.reenact(
     help="With --steps A:B: of traces that lack what is asked, run these steps again by the script that trained, one "
     "trace after the other, into DIR/reenacted, and ask that. With the word recorded, by the command that each trace "
     "tells. A trace whose steps cannot be run again, or come out otherwise, is a failure.",
@@ -105,7 +98,6 @@ def batch(
     from analyze.batching.clusters import options_of
     from analyze.batching.manifest import estimate
     from analyze.batching.planning import PART_BYTES
-    from analyze.batching.progress import display
 
     asked: dict[str, Any] = {**filters.of_a_rank, **work, "part_bytes": work["part_bytes"] or PART_BYTES}
     again = None
@@ -127,7 +119,7 @@ def batch(
             else:
                 _print_estimate(estimate(plan, out, work["workers"]) | steps, as_json)
             return
-        with display(sys.stderr) as progress:
+        with batch_progress(sys.stderr) as progress:
             results = run_batch(
                 traces, specs, out, scheduler=scheduler, slurm=cluster, memory=memory, table=table, progress=progress,
                 **asked,

@@ -115,17 +115,17 @@ _WIDEST = 60
     help="Modules of A that are called NEW in B, with all below them; * stands for anything. May be repeated.",
 )  # fmt: skip
 @options.one_of(
-    "--align", "step", "sample",
+    *("--align", "step", "sample"), default="step", show_default=True,
     help="Compare rows of batches at their places, or those whose input_data is the same.",
 )  # fmt: skip
 @options.flag("--quick", help="Take messages with equal checksums for equal, and do not read them.")
 @options.flag("--complete", help="End with 1, too, if one trace has messages that the other lacks.")
-@options.several(
-    "--reenact", metavar="'SCRIPT.py [ARGS]'",
+@options.reenact(
+    multiple=True,
     help="Run the step in which the runs part, and the one before it, again by the script that trained, and compare "
     "all of them: give it twice, for A and for B, or once if both are of one script. '-m NAME' is a module. They are "
     "recorded beside the runs, as RUN.steps-K-L.zarr.",
-)  # fmt: skip
+)
 @options.overwrite
 @options.filters
 @options.as_json

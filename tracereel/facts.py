@@ -131,12 +131,10 @@ def overview(info: Mapping[str, Any]) -> Iterator[Line]:
     info : mapping
         `TraceReader.info`, with ``kinds`` (the number of messages per kind) and ``tags``.
     """
-    header = info["header"]
     yield "trace", f"{info['path']} ({info['store']}, format version {info['version']})"
     yield "status", str(info["status"])
     yield "run", f"{info['run_id']}, started {info['created']}" + (f", ended {info['ended']}" if info["ended"] else "")
-    if header.get("argv"):
-        yield "command", " ".join(map(str, header["argv"])) if isinstance(header["argv"], list) else str(header["argv"])
+    yield from _below("command", _texts(_command, info["header"].get("argv")))
     if len(info["ranks"]) > 1:
         yield "ranks", ", ".join(map(str, info["ranks"]))
     if len(info["attempts"]) > 1:
@@ -144,30 +142,46 @@ def overview(info: Mapping[str, Any]) -> Iterator[Line]:
     for problem in info["problems"]:
         yield "PROBLEM", problem
     yield from _contents(info)
-    yield from _model_lines(header.get("model"))
-    yield from _training_lines(header.get("models"), header.get("optimizers"))
-    yield from _below("certified", _certificates(info["attempts"]))
-    if isinstance(header.get("reenacts"), Mapping):
-        yield "runs again", _reenacts(header["reenacts"])
-    captures = header.get("capture") or ()
-    yield from _below("capture", map(_capture, captures if isinstance(captures, list) else [captures]), "else")
-    yield from _flight_lines(header.get("flight"))
-    for name, value in header.items():
-        if name not in _SHOWN_OTHERWISE and value not in (None, "", [], {}):
-            yield name, _in_short(value)
+    yield from _from_header(info["header"], info["attempts"])
     if info["dropped"]:
         counts = ", ".join(f"{kind} {count:,}" for kind, count in info["dropped"].items())
         yield "dropped", f"{counts}: observed, and not recorded because too much waited for the disk"
     # ranks often have equal notes; each is shown once
     for note in {json.dumps(one, sort_keys=True): one for one in info["notes"]}.values():
         for what, about in note.items():
-            yield from _note(what, about)
+            if what not in ("indices", "dropped"):  # the indices of fixed random choices are for programs
+                words = _NOTES.get(what)
+                yield from _below(what, [_in_short(about)] if words is None else _texts(words, about))
 
 
 def _below(heading: str, texts: Iterable[str], again: str = "") -> Iterator[Line]:
     """Several lines below one heading."""
     for number, text in enumerate(texts):
         yield again if number else heading, text
+
+
+def _texts(words: Callable[[Any], str | list[str]], about: Any) -> list[str]:
+    """An entry in words, in short if it does not have the form that the recorder gives it; nothing if it is empty."""
+    if about in (None, "", [], {}):
+        return []
+    try:
+        found = words(about)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+        return [_in_short(about)]
+    return [found] if isinstance(found, str) else found
+
+
+def _in_short(value: Any) -> str:
+    """A JSON value on one line; nested values appear as a count."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {_part_in_short(part)}" for key, part in value.items() if part is not None)
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_part_in_short, value))
+    return cell(value)
+
+
+def _part_in_short(value: Any) -> str:
+    return f"({len(value)})" if isinstance(value, Mapping | list | tuple) else cell(value)
 
 
 def _attempt(attempt: Mapping[str, Any]) -> str:
@@ -194,35 +208,46 @@ def _contents(info: Mapping[str, Any]) -> Iterator[Line]:
 # -- the header ---------------------------------------------------------------------------------------------------
 
 
-def _model_lines(model: Any) -> list[Line]:
-    try:
-        weights = sum(math.prod(one["shape"]) for one in model.get("parameters", ()))
-        lines = [("model", f"{model['class']}, {len(model['modules']) - 1} modules inside, {weights:,} parameters")]
-        return lines + [("tied", " = ".join(names)) for names in model.get("tied", ())]
-    except (AttributeError, KeyError, TypeError):
-        return [("model", _in_short(model))] if model else []
+def _from_header(header: Mapping[str, Any], attempts: Sequence[Mapping[str, Any]]) -> Iterator[Line]:
+    yield from _below("model", _texts(_model, header.get("model")), "tied")
+    yield from _below("models", _texts(_models, header.get("models")))
+    several = isinstance(header.get("optimizers"), list) and len(header["optimizers"]) > 1
+    yield from _below("optimizers" if several else "optimizer", _texts(_optimizers, header.get("optimizers")))
+    certificates = [_texts(_certificate, one["certificate"]) for one in attempts]
+    for attempt, texts in zip(attempts, certificates, strict=True):
+        which = f"attempt {attempt['attempt']}: " if len(attempts) > 1 else ""
+        yield from _below("certified", [which + text for text in texts])
+    yield from _below("runs again", _texts(_reenacts, header.get("reenacts")))
+    yield from _below("capture", _texts(_captures, header.get("capture")), "else")
+    yield from _below("flight", _texts(_flight, header.get("flight")))
+    for name, value in header.items():
+        if name not in _SHOWN_OTHERWISE and value not in (None, "", [], {}):
+            yield name, _in_short(value)
 
 
-def _training_lines(models: Any, optimizers: Any) -> list[Line]:
-    """Models, if there are several, and the optimizers that train them."""
-    try:
-        texts = []
-        for one in models if models and (len(models) > 1 or models[0]["name"]) else ():
-            name, kind = one["name"] or "the network", one["class"].rpartition(".")[2]
-            way = "trained" if one["trained"] else "only looked at"
-            texts.append(f"{name}: {kind}, {one['parameters']:,} parameters, {way}")
-        steppers = [f"{one['class']}{' of ' if one['trains'] else ''}{one['trains']}" for one in optimizers or ()]
-        lines = list(_below("models", texts))
-        return lines + ([("optimizers" if len(steppers) > 1 else "optimizer", ", ".join(steppers))] if steppers else [])
-    except (AttributeError, KeyError, TypeError):
-        return [(name, _in_short(value)) for name, value in (("models", models), ("optimizers", optimizers)) if value]
+def _command(argv: Any) -> str:
+    return argv if isinstance(argv, str) else " ".join(map(str, argv))
 
 
-def _certificates(attempts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    for attempt in attempts:
-        if isinstance(attempt["certificate"], Mapping):
-            which = f"attempt {attempt['attempt']}: " if len(attempts) > 1 else ""
-            yield which + _certificate(attempt["certificate"])
+def _model(model: Mapping[str, Any]) -> list[str]:
+    """The model, and the names of each parameter that has several."""
+    weights = sum(math.prod(one["shape"]) for one in model.get("parameters", ()))
+    told = f"{model['class']}, {len(model['modules']) - 1} modules inside, {weights:,} parameters"
+    return [told, *(" = ".join(names) for names in model.get("tied", ()))]
+
+
+def _models(models: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Each model; nothing of a single one without a name."""
+    return [
+        f"{one['name'] or 'the network'}: {one['class'].rpartition('.')[2]}, {one['parameters']:,} parameters, "
+        f"{'trained' if one['trained'] else 'only looked at'}"
+        for one in models
+        if len(models) > 1 or one["name"]
+    ]
+
+
+def _optimizers(optimizers: Sequence[Mapping[str, Any]]) -> str:
+    return ", ".join(f"{one['class']}{' of ' if one['trains'] else ''}{one['trains']}" for one in optimizers)
 
 
 def _certificate(certificate: Mapping[str, Any]) -> str:
@@ -231,112 +256,82 @@ def _certificate(certificate: Mapping[str, Any]) -> str:
     cost = ""
     if isinstance(overhead.get("cpu_ratio"), float):
         cost = (
-            f"; CPU time ×{overhead['cpu_ratio']:.3f} over {overhead.get('steps')} steps, "
-            f"{overhead.get('recorded_steps')} of them recorded (without a recorder ×{overhead.get('bare_ratio'):.3f})"
+            f"; CPU time ×{overhead['cpu_ratio']:.3f} over {overhead['steps']} steps, {overhead['recorded_steps']} of "
+            f"them recorded (without a recorder ×{overhead['bare_ratio']:.3f})"
         )
-    return f"{certificate.get('verdict')}: {printable(str(certificate.get('reason')))}{cost}"
+    return f"{certificate['verdict']}: {certificate['reason']}{cost}"
 
 
 def _reenacts(about: Mapping[str, Any]) -> str:
     """Which steps of which run were run again."""
-    steps = about.get("steps")
-    which = ":".join(map(str, steps)) if isinstance(steps, list) else "some"
     attempt = f" in attempt {about['attempt']}" if "attempt" in about else ""
-    return f"steps {which} of {about.get('run')}{attempt}, from the keyframe of step {about.get('keyframe')}"
+    steps = ":".join(map(str, about["steps"]))
+    return f"steps {steps} of {about['run']}{attempt}, from the keyframe of step {about['keyframe']}"
 
 
-def _capture(settings: Any) -> str:
-    """The settings of a capture, except those that restrict nothing."""
-    if not isinstance(settings, Mapping):
-        return _in_short(settings)
+def _captures(captures: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The settings of each capture, except those that restrict nothing."""
     nothing = {"every": 1, "start": 0, "burst": 1, "seed": 0}
-    words = [
-        f"{name} {cell(value)}" for name, value in settings.items() if value is not None and value != nothing.get(name)
+    return [
+        "; ".join(f"{name} {cell(value)}" for name, value in one.items() if value not in (None, nothing.get(name)))
+        or "everything"
+        for one in captures
     ]
-    return "; ".join(words) or "everything"
 
 
-def _flight_lines(flight: Any) -> Iterator[Line]:
+def _flight(flight: Mapping[str, Any]) -> str:
     """The settings of a flight recorder: how much it holds, and when it writes."""
-    if not isinstance(flight, Mapping):
-        yield from [("flight", _in_short(flight))] if flight else []
-        return
-    when, held = flight.get("when"), flight.get("bytes")
-    reasons = ", ".join(map(str, when)) if isinstance(when, list) else str(when)
-    most = size(held) if isinstance(held, int) else str(held)
-    yield (
-        "flight",
-        f"{flight.get('before')} steps before and {flight.get('after')} after, in at most {most}; "
-        f"when: {reasons or 'only by hand'}",
+    reasons = ", ".join(flight["when"]) or "only by hand"
+    return (
+        f"{flight['before']} steps before and {flight['after']} after, in at most {size(flight['bytes'])}; "
+        f"when: {reasons}"
     )
-
-
-def _in_short(value: Any) -> str:
-    """A JSON value on one line; nested values appear as a count."""
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key} {_part_in_short(part)}" for key, part in value.items() if part is not None)
-    if isinstance(value, list | tuple):
-        return ", ".join(map(_part_in_short, value))
-    return cell(value)
-
-
-def _part_in_short(value: Any) -> str:
-    return f"({len(value)})" if isinstance(value, Mapping | list | tuple) else cell(value)
 
 
 # -- the notes ----------------------------------------------------------------------------------------------------
 
 
-def _note(what: str, about: Any) -> Iterator[Line]:
-    if what == "silent" and isinstance(about, list):
-        yield what, f"never called, so nothing was seen of them: {', '.join(map(str, about))}"
-    elif what in _NOTES and isinstance(about, Mapping):
-        yield what, _NOTES[what](about)
-    elif what not in ("indices", "dropped"):  # the indices of fixed random choices are for programs
-        yield what, _in_short(about)
+def _silent(modules: Sequence[str]) -> str:
+    return f"never called, so nothing was seen of them: {', '.join(modules)}"
 
 
 def _overflowed(about: Mapping[str, Any]) -> str:
     """Values that became infinite in a cast of the capture."""
-    count, of = (f"{one:,}" if isinstance(one, int) else one for one in (about.get("count"), about.get("of")))
-    stream = f"{about.get('kind')} of {about.get('module')!r}" if about.get("module") is not None else about.get("kind")
-    named = "".join(
-        f", {name} {about[name]}" for name in ("tag", "leaf") if about.get(name) not in ("default", "", None)
+    stream = f"{about['kind']} of {about['module']!r}" if about.get("module") is not None else about["kind"]
+    usual = ("default", "", None)
+    named = "".join(f", {name} {about[name]}" for name in ("tag", "leaf") if about.get(name) not in usual)
+    return (
+        f"{stream}{named}: {about['count']:,} of {about['of']:,} numbers were beyond {about['dtype']} and are recorded "
+        "as infinite"
     )
-    return f"{stream}{named}: {count} of {of} numbers were beyond {about.get('dtype')} and are recorded as infinite"
 
 
 def _stopped(about: Mapping[str, Any]) -> str:
     """A recording that a size limit has ended."""
-    limit = about.get(str(about.get("by")))
-    bound = f"{limit:,}" if isinstance(limit, int) else limit
-    return f"at {about.get('by')} ({bound}): nothing from step {about.get('global_step')} on"
+    return f"at {about['by']} ({about[about['by']]:,}): nothing from step {about['global_step']} on"
 
 
 def _schedule(about: Mapping[str, Any]) -> str:
     """A change of how often captures record, with its step and reason."""
-    step, why = about.get("global_step"), about.get("why")
+    step, why = about["global_step"], about["why"]
     if about.get("left_out"):
         return f"step {step} is left out ({why})"
-    changes = about.get("captures")
-    told = [
-        f"capture {one.get('capture')}{_few_kinds(one.get('kinds'))} every {_before_and_after(one.get('every'))}"
-        + (f" in bursts of {_before_and_after(one['burst'])}" if "burst" in one else "")
-        for one in (changes if isinstance(changes, list) else ())
-        if isinstance(one, Mapping)
+    changes = [
+        f"capture {one['capture']}{_few_kinds(one.get('kinds') or ())} every {_change(one['every'])}"
+        + (f" in bursts of {_change(one['burst'])}" if "burst" in one else "")
+        for one in about["captures"]
     ]
-    return f"from step {step} on {', '.join(told) or 'nothing else'} ({why})"
+    return f"from step {step} on {', '.join(changes) or 'nothing else'} ({why})"
 
 
-def _few_kinds(kinds: Any) -> str:
+def _few_kinds(kinds: Sequence[str]) -> str:
     """Some kinds of a capture; empty for all kinds."""
-    if not isinstance(kinds, list):
-        return ""
-    return f" ({', '.join(map(str, kinds[:2]))}{f' and {len(kinds) - 2} more' if len(kinds) > 2 else ''})"
+    more = f" and {len(kinds) - 2} more" if len(kinds) > 2 else ""
+    return f" ({', '.join(kinds[:2])}{more})" if kinds else ""
 
 
-def _before_and_after(pair: Any) -> str:
-    return " → ".join(map(str, pair)) if isinstance(pair, list) else str(pair)
+def _change(pair: Sequence[Any]) -> str:
+    return " → ".join(map(str, pair))
 
 
 _OUTCOMES = {"identical": "identical", "partial": "verified only in part", "unfinished": "ended too early"}
@@ -344,38 +339,27 @@ _OUTCOMES = {"identical": "identical", "partial": "verified only in part", "unfi
 
 def _reenacted(about: Mapping[str, Any]) -> str:
     """The result of comparing steps that were run again with the recorded ones."""
-    equal, compared, first = about.get("equal"), about.get("compared"), about.get("first")
-    said = f"{equal} of {compared} compared values are equal to the bit"
-    if not isinstance(first, Mapping):
-        return f"{_OUTCOMES.get(str(about.get('outcome')), 'not known what was compared')}: {said}"
-    module = "" if first.get("module") is None else f" of {first['module']!r}"
-    return f"{said}; the first other one is {first.get('kind')}{module} in step {first.get('step')}"
+    first = about.get("first")
+    said = f"{about['equal']} of {about['compared']} compared values are equal to the bit"
+    if not first:
+        return f"{_OUTCOMES.get(about.get('outcome', ''), 'not known what was compared')}: {said}"
+    module = "" if first["module"] is None else f" of {first['module']!r}"
+    return f"{said}; the first other one is {first['kind']}{module} in step {first['step']}"
 
 
-class _OrNone(dict[str, Any]):
-    """A note in which entries that are missing are None."""
-
-    def __missing__(self, name: str) -> None:
-        return None
-
-
-def _text(words: str, **missing: Any) -> Callable[[Mapping[str, Any]], str]:
-    """Says a note in words with its entries; `missing` are those that it need not have."""
-    return lambda about: words.format_map(_OrNone(missing | dict(about)))
-
-
-_NOTES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
-    "problem": _text("{what}: {why} ({count} times)", count=1),
+_NOTES: Mapping[str, Callable[[Any], str]] = {
+    "silent": _silent,
+    "problem": lambda about: "{what}: {why} ({count} times)".format_map({"count": 1, **about}),
     "overflowed": _overflowed,
     "stopped": _stopped,
     "schedule": _schedule,
-    "unended": _text(
+    "unended": (
         "{passes} forwards after the last step have the number {global_step}, and are of no training step; "
         "run.tag(...) or model.eval() around them tells them apart"
-    ),
+    ).format_map,
     "reenacted": _reenacted,
-    "flight": _text(
+    "flight": (
         "{trigger} at step {global_step}: {why}; steps {first_step} to {last_step} are there in full, as far as the "
         "run went"
-    ),
+    ).format_map,
 }

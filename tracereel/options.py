@@ -88,14 +88,19 @@ def flag(*names: str, **attributes: Any) -> Decorator:
     return click.option(*names, is_flag=True, **attributes)
 
 
-def number(*names: str, least: int = 1, **attributes: Any) -> Decorator:
+def number(*names: str, least: int = 1, most: int | None = None, **attributes: Any) -> Decorator:
     """An option whose value is an integer."""
-    return click.option(*names, type=click.IntRange(min=least), metavar="N", **attributes)
+    return click.option(*names, type=click.IntRange(least, most), metavar="N", **attributes)
 
 
 def attempt(**attributes: Any) -> Decorator:
     """``--attempt``, for a run that was resumed."""
     return number("--attempt", least=0, **attributes)
+
+
+def reenact(**attributes: Any) -> Decorator:
+    """``--reenact``, for running steps again."""
+    return click.option("--reenact", metavar="'SCRIPT.py [ARGS]'", **attributes)
 
 
 def size(*names: str, least: int = 1, **attributes: Any) -> Decorator:
@@ -114,8 +119,13 @@ def seconds(*names: str, **attributes: Any) -> Decorator:
 
 
 def one_of(name: str, *values: str, **attributes: Any) -> Decorator:
-    """An option whose value is one of several words, by default the first."""
-    return click.option(name, type=click.Choice(values), default=values[0], show_default=True, **attributes)
+    """An option whose value is one of several words."""
+    return click.option(name, type=click.Choice(values), **attributes)
+
+
+def file(*names: str, metavar: str = "FILE", **attributes: Any) -> Decorator:
+    """An option whose value is a path."""
+    return click.option(*names, metavar=metavar, type=click.Path(), **attributes)
 
 
 def declared(owner: Any, *names: str, prefix: str = "") -> Decorator:
@@ -262,15 +272,15 @@ class MessageFilters(NamedTuple):
         # a filter on a kind also passes its hashes and statistics, which may be recorded in place of the data
         kinds |= {kept_of(kind)[0] for kind in kinds} if companions else set()
         modules = {stream.module for stream in reader.streams if stream.module is not None}
-        for kind in self.kinds:
-            if kind not in kinds:
-                raise UnknownNameError.of("recorded kind", kind, kinds)
-        for pattern in self.tags:
-            if not any(matches_tag(pattern, tag) for tag in tags):
-                raise UnknownNameError.of("recorded tag", pattern, tags)
-        for pattern in self.modules:
-            if not any(fnmatchcase(module, pattern) for module in modules):
-                raise UnknownNameError.of("recorded module", pattern, (module or "''" for module in modules))
+        named: list[tuple[str, tuple[str, ...], set[str], Callable[[str, str], bool]]] = [
+            ("kind", self.kinds, kinds, str.__eq__),
+            ("tag", self.tags, tags, matches_tag),
+            ("module", self.modules, modules, lambda pattern, module: fnmatchcase(module, pattern)),
+        ]
+        for what, asked, there, passes in named:
+            for one in asked:
+                if not any(passes(one, name) for name in there):
+                    raise UnknownNameError.of(f"recorded {what}", one, (name or "''" for name in there))
         for rank in self.ranks:
             if rank not in reader.ranks and rank in reader.unreadable:
                 raise reader.unreadable[rank]

@@ -8,7 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO, final
 
 import click
 
@@ -16,8 +16,9 @@ from tracer.shown import finite, in_json, printable
 from tracereel.command import as_typed, harmless
 
 if TYPE_CHECKING:
+    from rich.progress import Progress
+
     from analyze.tables.layout import TextTable
-    from analyze.tables.series import ResultsTable
     from tracer.trace.reader import TraceReader
     from tracer.trace.streams import StreamInfo
 
@@ -45,7 +46,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], **layout:
     show(TextTable(columns, [[printable(cell(value)) for value in row] for row in rows], **layout))
 
 
-def show(table: TextTable | ResultsTable) -> None:
+def show(table: TextTable) -> None:
     """Print a table, as wide as the terminal; if stdout is no terminal, as wide as the table needs."""
     if not is_terminal(sys.stdout):
         click.echo(table.plain())
@@ -55,10 +56,10 @@ def show(table: TextTable | ResultsTable) -> None:
     Console(file=sys.stdout, highlight=False, color_system=None if _is_plain() else "auto").print(table)
 
 
-def print_json(value: Any, *, indent: int | None = 2) -> None:
+def print_json(value: Any, *, indent: int | None = 2, err: bool = False) -> None:
     """Print a value as JSON without characters that a terminal obeys; on one line if `indent` is None."""
     text = in_json(json.dumps(_jsonable(value), indent=indent, ensure_ascii=False, default=str))
-    click.echo(text.encode(errors="backslashreplace").decode())  # JSON must be UTF-8, but a path need not be
+    click.echo(text.encode(errors="backslashreplace").decode(), err=err)  # JSON must be UTF-8, but a path need not be
 
 
 def _jsonable(value: Any) -> Any:
@@ -190,10 +191,57 @@ def progress(what: str, total: int | None) -> Iterator[Callable[[int], None]]:
     if not is_terminal(sys.stderr) or _is_plain():
         yield lambda done: None
         return
+    with _bar(sys.stderr) as bar:
+        task = bar.add_task(what, total=total, note="")
+        yield lambda done: bar.update(task, completed=done)
+
+
+@contextmanager
+def batch_progress(stream: TextIO) -> Iterator[Callable[[Mapping[str, Any]], None]]:
+    """Show the events of a batch: by a bar on a terminal, but not with NO_COLOR; else as JSON lines."""
+    if not is_terminal(stream) or _is_plain():
+        yield lambda event: None if event["event"] == "planning" else print_json(event, indent=None, err=True)
+        return
+    with _bar(stream) as bar:
+        yield BatchBar(bar)
+
+
+def _bar(stream: TextIO) -> Progress:
+    """A bar that is removed when it is done, with a note for each task."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(file=sys.stderr), transient=True) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda done: bar.update(task, completed=done)
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"), TimeRemainingColumn())
+    return Progress(TextColumn("{task.description}"), *columns, console=Console(file=stream), transient=True)
+
+
+@final
+class BatchBar:
+    """A bar with the numbers of parts of a batch that are done, cached and failed, the bytes, and the time left."""
+
+    def __init__(self, bar: Progress) -> None:
+        self._bar, self._task = bar, bar.add_task("planning", total=None, note="")
+        self._cached = self._bytes = 0
+
+    def __call__(self, event: Mapping[str, Any]) -> None:
+        """Show an event of `analyze.batch`."""
+        if event["event"] == "planning":
+            self._bar.update(self._task, completed=event["traces"], total=event["of"])
+        elif event["event"] == "planned":
+            self._cached = event["cached"]
+            self._bar.reset(self._task, total=event["parts"], description="computing", note=self._note(0))
+        elif event["event"] == "part":
+            self._bytes += event["bytes"]
+            self._bar.update(self._task, completed=event["done"], note=self._note(event["failed"]))
+            if event["status"] != "computed":
+                self._say(f"{event['status']}: {event['trace']} {event['subscriber']}: {event.get('reason', '')}")
+        elif event["event"] == "retry":
+            self._say(f"trying again: {event['trace']}: {event['reason']}")
+
+    def _say(self, sentence: str) -> None:
+        from rich.text import Text
+
+        self._bar.console.print(Text(printable(sentence)))  # Text, so that brackets in a name are not read as markup
+
+    def _note(self, failed: int) -> str:
+        return f"{self._cached} cached  {failed} failed  {self._bytes / 1e6:,.0f} MB"

@@ -146,12 +146,7 @@ _CAPTURE = ("kinds", "modules", "every", "burst", "start", "stop", "rows", "posi
         "trace record torchrun --nproc-per-node 2 train.py",
     ],
 )
-@click.option(
-    "--out",
-    metavar="PATH",
-    type=click.Path(),
-    help="Trace to make, .zarr or .h5.  [default: the program's name with .zarr]",
-)
+@options.file("--out", metavar="PATH", help="Trace to make, .zarr or .h5.  [default: the program's name with .zarr]")
 @options.kinds(help="Record this kind; may be repeated.")
 @options.modules(help="Record modules that match; repeatable.")
 @options.number("--every", help="Record every N-th step, and every N-th batch of an evaluation.")
@@ -162,9 +157,8 @@ _CAPTURE = ("kinds", "modules", "every", "burst", "start", "stop", "rows", "posi
 @options.number("--positions", help="Keep N spatial or sequence positions.")
 @options.number("--elements", help="Keep N elements of each tensor.")
 @click.option("--dtype", metavar="T", help="Cast to float16, bfloat16, float32 or float64.")
-@click.option(
-    "--profile",
-    type=click.Choice(["light", "standard", "full"]),
+@options.one_of(
+    *("--profile", "light", "standard", "full"),
     help="What to record, by a name: losses; or of every tensor statistics and a hash, within --max-overhead 5%, and "
     "keyframes, from which trace reenact brings back the rest; or everything.  [default: standard, if no option says "
     "what is recorded]",
@@ -175,9 +169,8 @@ _CAPTURE = ("kinds", "modules", "every", "burst", "start", "stop", "rows", "posi
 @options.compression
 @options.overwrite
 @options.declared(Options, "resume", "first_step")
-@click.option(
-    "--stop-on",
-    type=click.Choice(["note", "warning", "error"]),
+@options.one_of(
+    *("--stop-on", "note", "warning", "error"),
     help="Judge what is recorded by the rules of trace check while the script trains; end the script at a finding as "
     "severe as this, or more, with exit code 6.",
 )

@@ -72,20 +72,13 @@ class ReenactCommand(ProgramCommand):
     help="Of a run that was resumed: run the steps again as this attempt left them, counted from 0.  [default: the "
     "last]"
 )
-@click.option(
-    "--out", metavar="PATH", type=click.Path(), help="Trace to make, .zarr or .h5.  [default: RUN.steps-A-B.zarr]"
-)
+@options.file("--out", metavar="PATH", help="Trace to make, .zarr or .h5.  [default: RUN.steps-A-B.zarr]")
 @options.kinds(help="Record this kind; may be repeated.  [default: what the profile full keeps of steps]")
 @options.modules(help="Record modules that match; repeatable.")
 @options.subscribers(
     required=False, help="Ask this metric about the steps, also one that needs the model; may be repeated."
 )
-@click.option(
-    "--answers",
-    metavar="FILE",
-    type=click.Path(),
-    help="With -s: write the answers, as .parquet, .csv, .jsonl, .zarr or .h5.",
-)
+@options.file("--answers", help="With -s: write the answers, as .parquet, .csv, .jsonl, .zarr or .h5.")
 @click.option(
     "--probe", "late_probe", metavar="FILE",
     help="Run no steps, but put these inputs through the weights of the keyframes: .npy, or file.py:function, which "

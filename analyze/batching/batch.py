@@ -27,7 +27,7 @@ from analyze.batching.manifest import conclude
 from analyze.batching.part_files import RUN_COLUMNS, PartFiles, remove_spoiled
 from analyze.batching.planning import PART_BYTES
 from analyze.batching.units import Pairs
-from analyze.batching.work import Work, engine_of, is_for_here
+from analyze.batching.work import Work, engine_of
 from analyze.metrics.checks import is_whole
 from analyze.tables.results import Results
 from analyze.tables.writing import PathLike, arrow_schema, new_file, not_installed, pandas
@@ -76,8 +76,8 @@ def batch(
         trace), at the steps that both have, as `analyze.compare` does. The column ``trace`` is then ``one|other``.
     workers : int, optional
         Processes of this machine (or jobs of SLURM). 0 computes in this process, where a subscriber that crashes ends
-        the batch. The default is one process per processor; metrics of this project first compute small parts of local
-        traces in this process, with bitwise the same answers, for about as long as starting processes takes.
+        the batch. The default is one process per processor; but a small batch of local traces, whose work takes less
+        than starting processes, is computed in this process by metrics of this project, with bitwise the same answers.
     scheduler : str or cluster, optional
         Compute on Dask instead: the address of a scheduler (``tcp://host:8786``), a cluster object, or ``"local"``.
     slurm : mapping, optional
@@ -134,9 +134,7 @@ def batch(
         remove_spoiled(folder, [unit.id for unit in planned.spoiled])
         work = Work(planned, folder, say, force)
         say({"event": "planned", **planned.counts})
-        here_first = (workers, scheduler, slurm, memory) == (None, None, None, None)
-        start = partial(engine_of, planned, workers, scheduler, slurm, memory)
-        _compute(planned, work, folder, start, here_first=here_first)
+        _compute(planned, work, folder, partial(engine_of, planned, workers, scheduler, slurm, memory))
         results = BatchResults(str(folder), planned, work, time.monotonic() - began)
     if table is not None:
         results.to_parquet(table, overwrite=True)
@@ -165,12 +163,10 @@ def _check(
         )
 
 
-def _compute(planned: BatchPlan, work: Work, folder: Folder, start: Callable[[], Engine], *, here_first: bool) -> None:
+def _compute(planned: BatchPlan, work: Work, folder: Folder, start: Callable[[], Engine]) -> None:
     """Compute the tasks; write the failures and the manifest at the end, even if the work is interrupted."""
     state = "interrupted"
     try:
-        if here_first and work.left and is_for_here(planned):
-            work.run_here()
         if work.left:
             with contextlib.closing(start()) as engine:
                 work.run(engine)

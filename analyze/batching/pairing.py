@@ -8,9 +8,8 @@ from itertools import combinations
 from typing import TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
-from analyze.batching.planning import RankQuestion, stretches, unplanned, where
+from analyze.batching.planning import RankQuestion, StepSizes, stretches, summed, unplanned, where
 from analyze.batching.units import (
     SCHEMA,
     Pairs,
@@ -34,8 +33,6 @@ from tracer.trace.reader import TraceReader
 from tracer.trace.streams import Steps
 
 _Key: TypeAlias = tuple[str, str | None, str]
-_Sizes: TypeAlias = tuple[NDArray[np.int64], NDArray[np.int64]]
-"""Steps, and the bytes of each."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,7 +41,7 @@ class Taken:
 
     trace: str
     rank: int
-    streams: dict[_Key, _Sizes]
+    streams: dict[_Key, StepSizes]
     digest: str
 
 
@@ -188,38 +185,29 @@ def take(reader: TraceReader, trace: str, question: Question, steps: Steps | Non
     if asked.missing:
         raise CaptureError("; ".join(asked.missing))
     read = reader.fingerprint()
-    by_stream: dict[int, list[_Sizes]] = {}
+    by_stream: dict[int, list[StepSizes]] = {}
     for due in asked.due(Share(steps=steps)):
         journal, sizes = due.window.journal[due.where], due.window.sizes(np.flatnonzero(due.where))
         read.add(journal)
         for number in np.unique(journal[:, Column.STREAM]).tolist():
             mine = journal[:, Column.STREAM] == number
-            by_stream.setdefault(number, []).append(_summed([(journal[mine, Column.GLOBAL_STEP], sizes[mine])]))
+            by_stream.setdefault(number, []).append(summed([(journal[mine, Column.GLOBAL_STEP], sizes[mine])]))
     streams = {
-        (stream.kind, stream.module, f"{stream.tag}/{stream.leaf}"): _summed(by_stream[stream.id])
+        (stream.kind, stream.module, f"{stream.tag}/{stream.leaf}"): summed(by_stream[stream.id])
         for stream in reader.streams
         if stream.id in by_stream
     }
     return Taken(trace, rank, streams, f"{PlannedRun.of('', reader).ended} {read.hexdigest()}")
 
 
-def _summed(sizes: Sequence[_Sizes]) -> _Sizes:
-    """Each step once, with the sum of its bytes."""
-    if not sizes:
-        return np.zeros(0, np.int64), np.zeros(0, np.int64)
-    steps, nbytes = (np.concatenate(column) for column in zip(*sizes, strict=True))
-    numbers, place = np.unique(steps, return_inverse=True)
-    return numbers, np.bincount(place, nbytes).astype(np.int64)
-
-
 def _units(one: Taken, other: Taken, question: Question, steps: Steps | None, part_bytes: int) -> list[Unit]:
     """The units of a question about two traces; empty if these have no step of a layer in common."""
-    sizes: list[_Sizes] = []
+    sizes: list[StepSizes] = []
     for mine, theirs in ((one.streams[key], other.streams[key]) for key in one.streams if key in other.streams):
         for (numbers, nbytes), (others, _) in ((mine, theirs), (theirs, mine)):
             is_common = np.isin(numbers, others)
             sizes.append((numbers[is_common], nbytes[is_common]))
-    numbers, nbytes = _summed(sizes)
+    numbers, nbytes = summed(sizes)
     cell = digest([(one.trace, one.rank), (other.trace, other.rank), question.spec])[:16]
     units = []
     for first, last, part in stretches(nbytes, part_bytes):

@@ -7,6 +7,7 @@ checksums of the trace tell whether the answers are as they were written.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import io
 import itertools
 import json
@@ -18,10 +19,10 @@ from typing import Any, Final, Literal, TypeAlias, final
 import numpy as np
 
 from analyze.batching.folder import Folder, folder_at
-from analyze.batching.parquet import label_of, sealed, table_of
 from analyze.batching.units import PlannedRun, Unit
 from analyze.tables.columns import COLUMNS, COUNTERS, AnswerColumns, AnswerStream, Row
 from analyze.tables.results import Results
+from analyze.tables.writing import arrow_table
 from tracer.errors import TraceCorruptError, TraceError, TraceNotFoundError, TraceUnreachableError
 from tracer.messaging.messages import Message
 from tracer.messaging.receiver import Receiver, describe
@@ -223,7 +224,7 @@ class PartAnswers(Receiver):
             array += [f"{_arrays_of(self._unit.id)}#{number}" for number in range(len(self._large))]
         of_all = {"spec": self._unit.spec, "run_id": run.run_id, "created": run.created, "status": run.status}
         table |= {name: [value] * len(array) for name, value in of_all.items()} | {"array": array}
-        return table_of(table, *RUN_COLUMNS)
+        return arrow_table(table, *RUN_COLUMNS)
 
     def _row_of_large(self, message: Message) -> tuple[Any, ...]:
         """The row of a large answer, which has no value."""
@@ -257,6 +258,38 @@ def _parquet(table: Any, label: Mapping[str, Any]) -> bytes:
     buffer = io.BytesIO()
     pq.write_table(table, buffer, write_page_checksum=True)
     return sealed(buffer.getvalue(), json.dumps(label).encode())
+
+
+_DIGEST: Final = 32
+_LENGTH: Final = 4
+"""Bytes of the length of the label."""
+_TAIL: Final = 8
+"""Bytes at the end of a Parquet file: the length of its footer, and its magic number."""
+
+
+def sealed(parquet: bytes, label: bytes) -> bytes:
+    """A Parquet file with a label and a digest between its data and its footer, where no reader of Parquet looks."""
+    footer = _footer(parquet)
+    data = parquet[:footer] + label + len(label).to_bytes(_LENGTH, "little")
+    return data + _digest(data, parquet[footer:]) + parquet[footer:]
+
+
+def label_of(data: bytes) -> bytes | None:
+    """The label of a file; None unless all these bytes, and no others, are what `sealed` returned."""
+    footer = _footer(data)
+    end = footer - _DIGEST - _LENGTH
+    if end < 0 or data[end + _LENGTH : footer] != _digest(data[: end + _LENGTH], data[footer:]):
+        return None
+    return data[end - int.from_bytes(data[end : end + _LENGTH], "little") : end]
+
+
+def _footer(parquet: bytes) -> int:
+    """Where the footer begins; negative if the file is too short for the length that it claims."""
+    return len(parquet) - _TAIL - int.from_bytes(parquet[-_TAIL:-4], "little")
+
+
+def _digest(data: bytes, footer: bytes) -> bytes:
+    return hashlib.sha256(len(data).to_bytes(8, "little") + data + footer).digest()
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------

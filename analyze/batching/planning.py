@@ -11,9 +11,9 @@ The journal is read window by window, so that planning a long trace takes bounde
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Final, final
+from typing import Final, TypeAlias, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +41,8 @@ from tracer.trace.streams import Steps
 
 PART_BYTES: Final = 128 << 20
 """The most bytes that a part reads, where the work can be cut."""
+StepSizes: TypeAlias = tuple[NDArray[np.int64], NDArray[np.int64]]
+"""Steps, and the bytes of each."""
 MESSAGE_BYTES: Final = 128
 """The least bytes that a message counts for, because its answer is a row in memory until its part is written."""
 
@@ -116,9 +118,8 @@ def shares(asked: RankQuestion, steps: Steps | None, part_bytes: int = PART_BYTE
 
     A message counts as `MESSAGE_BYTES` at least, so that a share of many scalars is bounded, too.
 
-    Cuts are placed from the first step on, so that only the last share changes when the trace grows. A cut is moved
-    back to the beginning of a chunk of the largest array, if that is near. A single step that is too large is cut by
-    modules if the scope is ``"message"``.
+    Cuts are placed from the first step on, so that only the last share changes when the trace grows. A single step that
+    is too large is cut by modules if the scope is ``"message"``.
     """
     scope, whole = asked.question.scope, Share(steps=steps)
     measured = asked.measured(whole)
@@ -143,21 +144,18 @@ def _cut(asked: RankQuestion, whole: Share, part_bytes: int) -> Iterator[Share]:
 
 def _by_steps(asked: RankQuestion, steps: Steps | None, part_bytes: int) -> Iterator[tuple[Share, int]]:
     """Shares with all modules and a range of steps each, and the bytes of each share."""
-    numbers, per_step, begins = _steps(asked, Share(steps=steps))
+    numbers, per_step = _steps(asked, Share(steps=steps))
     stride = stride_of(steps)
-    for first, last, nbytes in stretches(per_step, part_bytes, begins):
+    for first, last, nbytes in stretches(per_step, part_bytes):
         start = int(numbers[first])
         stop = int(numbers[last]) if last < len(numbers) else int(numbers[-1]) + 1
         yield Share(steps=(start, stop) if stride is None else (start, stop, stride)), nbytes
 
 
-def stretches(
-    per_step: NDArray[np.int64], part_bytes: int, begins: NDArray[np.bool_] | None = None
-) -> Iterator[tuple[int, int, int]]:
+def stretches(per_step: NDArray[np.int64], part_bytes: int) -> Iterator[tuple[int, int, int]]:
     """Cut steps into stretches of at most `part_bytes`; a larger step is a stretch of its own.
 
-    `per_step` has the bytes of each step. `begins` marks steps before which a cut is preferred: a stretch that is at
-    least half full ends there.
+    `per_step` has the bytes of each step.
 
     Yields
     ------
@@ -169,39 +167,22 @@ def stretches(
     while first < len(ends):
         before = int(ends[first - 1]) if first else 0
         last = max(int(np.searchsorted(ends, before + part_bytes, side="right")), first + 1)
-        if begins is not None and last < len(ends):
-            near = max(int(np.searchsorted(ends, before + part_bytes // 2, side="right")), first + 1)
-            aligned = np.flatnonzero(begins[near : last + 1])
-            last = near + int(aligned[-1]) if len(aligned) else last
         yield first, last, int(ends[last - 1]) - before
         first = last
 
 
-def _steps(asked: RankQuestion, share: Share) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
-    """The steps of a share, the bytes of each, and at which steps a chunk of the largest array begins.
+def _steps(asked: RankQuestion, share: Share) -> StepSizes:
+    return summed(
+        summed([(due.window.journal[rows, Column.GLOBAL_STEP], np.maximum(sizes, MESSAGE_BYTES))])
+        for due, rows, sizes in asked.costs(share)
+    )
 
-    The largest array is the array with most of the bytes. If no data is read, every step counts as a beginning.
-    """
-    numbers, sizes = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-    weights: dict[int, int] = {}
-    begins: dict[int, list[NDArray[np.int64]]] = {}
-    for due, rows, of_rows in asked.costs(share):
-        journal = due.window.journal[rows]
-        found, place = np.unique(journal[:, Column.GLOBAL_STEP], return_inverse=True)
-        numbers.append(found)
-        sizes.append(np.bincount(place, np.maximum(of_rows, MESSAGE_BYTES), len(found)).astype(np.int64))
-        begin = due.window.begins_chunk(rows)
-        pools = journal[:, Column.POOL]
-        for pool in np.unique(pools[pools >= 0]).tolist():
-            mine = pools == pool
-            weights[pool] = weights.get(pool, 0) + int(of_rows[mine].sum())
-            begins.setdefault(pool, []).append(journal[mine & begin, Column.GLOBAL_STEP])
-    steps, place = np.unique(np.concatenate(numbers), return_inverse=True)
-    per_step = np.bincount(place, np.concatenate(sizes), len(steps)).astype(np.int64)
-    if not weights:
-        return steps, per_step, np.ones(len(steps), np.bool_)
-    largest = max(sorted(weights), key=weights.__getitem__)
-    return steps, per_step, np.isin(steps, np.concatenate(begins[largest]))
+
+def summed(sizes: Iterable[StepSizes]) -> StepSizes:
+    """Each step once, with the sum of its bytes."""
+    steps, nbytes = zip((np.zeros(0, np.int64), np.zeros(0, np.int64)), *sizes, strict=True)
+    numbers, place = np.unique(np.concatenate(steps), return_inverse=True)
+    return numbers, np.bincount(place, np.concatenate(nbytes), len(numbers)).astype(np.int64)
 
 
 def _by_modules(asked: RankQuestion, share: Share, part_bytes: int) -> list[tuple[Module, ...]]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
-import time
 from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import FIRST_COMPLETED, wait
@@ -18,10 +16,8 @@ from analyze.batching.folder import Folder
 from analyze.batching.units import Outcome, Task, Unit, UnitFailure
 from tracer.stores.locations import Url, location
 
-HERE_SECONDS: Final = 2.0
-"""How long this process computes small tasks before it starts workers, which takes about as long."""
-SMALL: Final = 16 << 20
-"""The bytes that a small task reads, at most."""
+SMALL: Final = 32 << 20
+"""The bytes that all tasks of a batch read, at most, where starting workers would take longer than the work."""
 MESSAGE_BYTES: Final = 10_000
 """A message takes about as long as reading so many bytes."""
 LOOK_SECONDS: Final = 10.0
@@ -63,14 +59,6 @@ class Work:
         # tasks to retry, each with no other beside it, when all other tasks are done
         self._alone: deque[Task] = deque()
         self._tried: set[str] = set()
-
-    def run_here(self) -> None:
-        """Compute small tasks in this process, the smallest first, for `HERE_SECONDS`."""
-        began = time.monotonic()
-        with contextlib.closing(Inline()) as engine:
-            while self._waiting and is_small(self._waiting[-1]) and time.monotonic() - began < HERE_SECONDS:
-                task = self._waiting.pop()
-                self._take(engine, task, self._submit(engine, task))
 
     @property
     def computed(self) -> int:
@@ -160,7 +148,7 @@ def engine_of(
         if slurm is not None:
             scheduler = clusters.slurm({**({} if workers is None else {"jobs": workers}), **slurm})
         return clusters.Dask(scheduler, workers, memory)
-    if workers == 0:
+    if workers == 0 or ((workers, memory) == (None, None) and is_for_here(planned)):
         return Inline()
     return Processes(min(cores() if workers is None else workers, len(planned.tasks)), memory, _modules(planned))
 
@@ -176,18 +164,15 @@ def _modules(planned: BatchPlan) -> list[str]:
     return [*sorted(ours), *(name for name in stores if name in sys.modules)]
 
 
-def is_small(task: Task) -> bool:
-    """Whether a task is likely to take less time than starting workers."""
-    return sum(unit.bytes + MESSAGE_BYTES * unit.messages for unit in task.units) <= SMALL
-
-
 def is_for_here(planned: BatchPlan) -> bool:
-    """Whether this process may compute small tasks: safely, and with bitwise the answers of workers.
+    """Whether this process computes all tasks: in less time than workers, safely, and with bitwise their answers.
 
     Only metrics and rules of this project, on local traces: others may print, crash or change global state.
     """
+    units = [unit for task in planned.tasks for unit in task.units]
     return (
-        all(registry.is_ours(spec) for question in planned.asked for spec in question.chain)
+        sum(unit.bytes + MESSAGE_BYTES * unit.messages for unit in units) <= SMALL
+        and all(registry.is_ours(spec) for question in planned.asked for spec in question.chain)
         and not any(isinstance(location(task.run.trace), Url) for task in planned.tasks)
         and find_spec("threadpoolctl") is not None
         and is_as_workers_are()

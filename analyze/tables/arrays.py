@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from analyze.tables.columns import AnswerColumns
-from analyze.tables.writing import xarray
+from analyze.tables.writing import pandas, xarray
 from tracer.errors import MessageError, UnknownNameError
 
 UNITS: Final = {
@@ -30,8 +30,6 @@ _AXES: Final[tuple[str, ...]] = ("trace", "subscriber", "tag", "rank", "step", "
 _FIRST: Final = ("call", 0)
 _LARGE: Final = 1 << 27
 """A larger array (more than 1 GiB) is made only if answers fill at least a sixteenth of it."""
-_Fields = dict[str, NDArray[Any]]
-"""The fields of some answers: an array of each, with an entry for each answer."""
 
 
 def words(values: Iterable[object]) -> NDArray[np.object_]:
@@ -45,60 +43,44 @@ def words(values: Iterable[object]) -> NDArray[np.object_]:
 def dataset_of(answers: AnswerColumns, kinds: str | Iterable[str] | None = None) -> Any:
     """Answers as a dataset: see `analyze.Results.to_xarray`."""
     xr = xarray()
-    there = _fields(answers)
-    chosen = {
-        kind: {name: values[at] for name, values in there.items()} for kind, at in _positions(there, kinds).items()
-    }
-    differing = {kind: _differing(of) for kind, of in chosen.items()}
-    axes: dict[str, list[Any]] = {}
-    for of_kind in differing.values():
-        for axis, values in of_kind.items():
-            axes[axis] = list(dict.fromkeys([*axes.get(axis, ()), *values]))
-    coordinates: dict[str, Any] = {
-        axis: (axis, np.array(sorted(values), np.int64) if isinstance(values[0], int) else words(values))
-        for axis, values in axes.items()
-    }
-    together = {
-        name: np.concatenate([values[:0], *(of[name] for of in chosen.values())]) for name, values in there.items()
-    }
-    steps = np.unique(together["step"])
-    coordinates["step"] = ("step", steps, {"long_name": "global step"})
-    coordinates.setdefault("layer", ("layer", words(())))
-    coordinates |= _counters(together, steps)
+    frames = _by_kind(answers, kinds)
+    axes = {kind: _differing(frame) for kind, frame in frames.items()}
+    coordinates: dict[str, Any] = {}
+    for axis in _AXES:
+        values = list(
+            dict.fromkeys(value for kind, frame in frames.items() if axis in axes[kind] for value in frame[axis])
+        )
+        if values or axis in ("step", "layer"):
+            is_number = axis in ("rank", "step", "call")
+            coordinates[axis] = (axis, np.array(sorted(values), np.int64) if is_number else words(values))
+    coordinates["step"] = (*coordinates["step"], {"long_name": "global step"})
+    for name in ("epoch", "train_step"):
+        pairs = {pair for frame in frames.values() for pair in zip(frame["step"], frame[name], strict=True)}
+        if len(pairs) == len(coordinates["step"][1]):  # all answers of a step agree
+            coordinates[name] = ("step", np.array([value for _, value in sorted(pairs)], np.int64))
     variables = {}
-    for kind, of in chosen.items():
-        places = {axis: coordinates[axis][1].tolist() for axis in _AXES if axis in differing[kind] or axis == "step"}
+    for kind, frame in frames.items():
         # xarray would take a variable with the name of an axis for its coordinate
         name = f"{kind}_value" if kind in coordinates else kind
-        variables[name] = _variable(answers, kind, of, places)
+        variables[name] = _variable(answers, kind, frame, {axis: coordinates[axis][1] for axis in axes[kind]})
     traces = {stream.trace for stream in answers.streams}
     return xr.Dataset(variables, coordinates, {"trace": traces.pop()} if len(traces) == 1 else {})
 
 
-def _fields(answers: AnswerColumns) -> _Fields:
-    """The fields of all answers, their positions, and how many numbers each has."""
-    ids = np.array(answers.stream_ids, np.int64)
-    of_streams = {name: name for name in ("kind", *_FIELDS[:-1])} | {"layer": "place"}
-    found: _Fields = {
-        name: words(getattr(one, field) for one in answers.streams)[ids] for name, field in of_streams.items()
-    }
-    counters = {name: np.array(counter, np.int64) for name, counter in answers.counters.items()}
-    found |= counters | {"step": counters["global_step"], "at": np.arange(len(ids))}
-    starts = np.array(answers.starts, np.int64)
-    return found | {"start": starts[:-1], "size": np.diff(starts)}
-
-
-def _positions(there: _Fields, kinds: str | Iterable[str] | None) -> dict[str, NDArray[np.int64]]:
-    """The positions of the answers with numbers, by kind.
+def _by_kind(answers: AnswerColumns, kinds: str | Iterable[str] | None) -> dict[str, Any]:
+    """For each kind, a `pandas.DataFrame` of its answers with numbers: their fields, position, and number of numbers.
 
     Raises
     ------
     UnknownNameError
         If no answer has one of the kinds.
     """
-    full = np.flatnonzero(there["size"] > 0)
-    found = {kind: full[there["kind"][full] == kind] for kind in dict.fromkeys(there["kind"].tolist())}
-    found = {kind: at for kind, at in found.items() if len(at)}
+    names = ["kind", *_FIELDS[:-1], "layer"]
+    told = [(one.kind, one.trace, one.subscriber, one.tag, one.rank, one.place) for one in answers.streams]
+    frame = pandas().DataFrame(told, columns=names).iloc[list(answers.stream_ids)].reset_index(drop=True)
+    frame = frame.assign(**{name: np.array(counter, np.int64) for name, counter in answers.counters.items()})
+    frame = frame.rename(columns={"global_step": "step"}).assign(size=np.diff(np.array(answers.starts, np.int64)))
+    found = dict(tuple(frame[frame["size"] > 0].groupby("kind", sort=False)))
     wanted = list(found) if kinds is None else [kinds] if isinstance(kinds, str) else list(dict.fromkeys(kinds))
     for kind in wanted:
         if kind not in found:
@@ -106,21 +88,22 @@ def _positions(there: _Fields, kinds: str | Iterable[str] | None) -> dict[str, N
     return {kind: found[kind] for kind in wanted}
 
 
-def _differing(of: _Fields) -> dict[str, list[Any]]:
-    """The axes that the answers of a kind have besides the step, with their values in the order of the answers."""
-    found = {axis: list(dict.fromkeys(of[axis].tolist())) for axis in (*_FIELDS, "layer")}
-    return {axis: values for axis, values in found.items() if (values != [""] if axis == "layer" else len(values) > 1)}
+def _differing(frame: Any) -> list[str]:
+    """The axes of the answers of a kind: the step, the layer unless only the network answers, and what differs."""
+    count = frame.nunique()
+    has_layers = count["layer"] > 1 or frame["layer"].iloc[0] != _NETWORK
+    return [axis for axis in _AXES if axis == "step" or (has_layers if axis == "layer" else count[axis] > 1)]
 
 
-def _variable(answers: AnswerColumns, kind: str, of: _Fields, places: Mapping[str, list[Any]]) -> tuple[Any, ...]:
-    """The axes, the values and the attributes of the variable of a kind; `places`: the values along each axis.
+def _variable(answers: AnswerColumns, kind: str, frame: Any, along: Mapping[str, NDArray[Any]]) -> tuple[Any, ...]:
+    """The axes, the values and the attributes of the variable of a kind; `along`: the coordinates of each axis.
 
     Raises
     ------
     MessageError
         If the answers have different numbers of axes, if several have the same place, or if most of it were empty.
     """
-    shapes = [answers.shapes[at] for at in of["at"].tolist()]
+    shapes = [answers.shapes[at] for at in frame.index]
     if len(set(map(len, shapes))) > 1:
         told = " and ".join(str(one) for one in (min(shapes, key=len), max(shapes, key=len)))
         raise MessageError(
@@ -128,40 +111,30 @@ def _variable(answers: AnswerColumns, kind: str, of: _Fields, places: Mapping[st
             "to_pandas, which has a row for each number"
         )
     longest = [max(sizes) for sizes in zip(*set(shapes), strict=True)]
-    sizes, filled = [*map(len, places.values()), *longest], int(of["size"].sum())
+    sizes, filled = [*map(len, along.values()), *longest], int(frame["size"].sum())
     if math.prod(sizes) > max(_LARGE, 16 * filled):
         raise MessageError(
             f"an array of {kind} would have {' x '.join(map(str, sizes))} numbers for {filled:,} answers; ask for "
             "fewer steps or layers, or take to_pandas"
         )
-    where = []
-    for axis, along in places.items():
-        place = {value: at for at, value in enumerate(along)}
-        where.append(np.array([place[value] for value in of[axis].tolist()], np.int64))
-    _check_apart(kind, of, np.ravel_multi_index(where, sizes[: len(places)]))
+    again = frame[frame.duplicated(list(along))]
+    if len(again):
+        raise MessageError(
+            f"there are several answers of {kind} of {again['layer'].iloc[0] or 'the network'} at step "
+            f"{again['step'].iloc[0]}, of which an array holds one; take to_pandas, which has all"
+        )
+    where = [pandas().Index(values).get_indexer(frame[axis]) for axis, values in along.items()]
     values = np.full(sizes, np.nan)
     if not longest:
-        values[tuple(where)] = np.array(answers.values)[of["start"]]
-    for at, shape, *index in zip(of["at"].tolist(), shapes, *where, strict=True) if longest else ():
-        inside = tuple(slice(0, size) for size in shape)
-        values[(*index, *inside)] = np.array(answers.numbers(at)).reshape(shape)
-    return (*places, *(f"{kind}_axis{axis}" for axis in range(len(longest)))), values, _attributes(kind, of, places)
+        values[tuple(where)] = np.array(answers.values)[np.array(answers.starts)[frame.index]]
+    for at, shape, *index in zip(frame.index, shapes, *where, strict=True) if longest else ():
+        values[(*index, *map(slice, shape))] = np.array(answers.numbers(at)).reshape(shape)
+    return (*along, *(f"{kind}_axis{axis}" for axis in range(len(longest)))), values, _attributes(kind, frame, along)
 
 
-def _check_apart(kind: str, of: _Fields, flat: NDArray[np.int64]) -> None:
-    """Raise `MessageError` if two answers have the same place."""
-    different, first, counts = np.unique(flat, return_index=True, return_counts=True)
-    if len(different) < len(flat):
-        at = int(first[counts > 1][0])
-        raise MessageError(
-            f"there are several answers of {kind} of {of['layer'][at] or 'the network'} at step {of['step'][at]}, of "
-            "which an array holds one; take to_pandas, which has all"
-        )
-
-
-def _attributes(kind: str, of: _Fields, places: Mapping[str, list[Any]]) -> dict[str, Any]:
+def _attributes(kind: str, frame: Any, along: Iterable[str]) -> dict[str, Any]:
     """The fields that all answers of a kind share, the unit if known, and the meanings of statuses."""
-    shared = {axis: of[axis].tolist()[0] for axis in _FIELDS if axis not in places}
+    shared = {axis: frame[axis].tolist()[0] for axis in _FIELDS if axis not in along}
     told: dict[str, Any] = {axis: value for axis, value in shared.items() if value != "" and (axis, value) != _FIRST}
     metric = shared.get("subscriber", "")
     if metric in UNITS and kind.endswith((f"_{metric}", f"_{metric}_null")):
@@ -176,15 +149,3 @@ def flags() -> dict[str, Any]:
     from analyze.metrics.similarity.datapoints import STATUSES
 
     return {"flag_values": list(range(len(STATUSES))), "flag_meanings": " ".join(STATUSES)}
-
-
-def _counters(of: _Fields, steps: NDArray[np.int64]) -> dict[str, Any]:
-    """The epoch and the train step of each step; each only if all answers of a step agree."""
-    found: dict[str, Any] = {}
-    place = np.searchsorted(steps, of["step"])
-    for name in ("epoch", "train_step"):
-        of_step = np.zeros(len(steps), np.int64)
-        of_step[place] = of[name]
-        if np.array_equal(of_step[place], of[name]):
-            found[name] = ("step", of_step)
-    return found

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 from array import array
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol, final
@@ -174,48 +172,33 @@ class AnswerColumns:
         for one in stacks:
             if one.data is not None and one.data.is_complex():
                 raise _complex(one.kind, one.heads.sources[one.heads.present[0]].module, one.data.dtype)
+        shapes = [(0,) if one.data is None else tuple(one.data.shape[1:]) for one in stacks]
+        if len(set(shapes)) > 1:
+            for message in stretch:
+                self.add(message, trace, subscribers[message.kind])
+            return
         self.stream_ids.frombytes(self._ids_of(stretch, trace, subscribers).tobytes())
         counters = np.concatenate([one.heads.counters for one in stacks])[order]
         for name, column in self.counters.items():
             column.frombytes(counters[:, HEADS.index(name)].tobytes())
-        shapes = [(0,) if one.data is None else tuple(one.data.shape[1:]) for one in stacks]
-        sizes = np.repeat([math.prod(shape) for shape in shapes], [len(one) for one in stacks])
-        values = np.concatenate([_as_float64(one) for one in stacks])
-        if len(set(shapes)) == 1:
-            self.shapes += shapes[:1] * len(order)
-        else:
-            self.shapes += map(shapes.__getitem__, stretch.owners.tolist())
-        sizes_in_order = sizes[order]
-        ends = np.cumsum(sizes_in_order)
-        if (sizes == 1).all():
-            values = values[order]
-        elif (order[1:] < order[:-1]).any():
-            # per message: where its numbers begin in `values`, minus where they begin in the ordered result
-            shift = (np.cumsum(sizes) - sizes)[order] - (ends - sizes_in_order)
-            values = values[np.repeat(shift, sizes_in_order) + np.arange(len(values))]
-        self.starts.frombytes((len(self.values) + ends).tobytes())
+        self.shapes += shapes[:1] * len(order)
+        values = np.concatenate([_as_float64(one) for one in stacks]).reshape(len(order), -1)[order]
+        self.starts.frombytes((len(self.values) + values.shape[1] * np.arange(1, len(order) + 1)).tobytes())
         self.values.frombytes(values.tobytes())
 
     def _ids_of(self, stretch: Stretch, trace: str, subscribers: Mapping[str, str]) -> NDArray[np.int64]:
         """The stream index of each answer of a stretch, in order; new streams are added as they first occur."""
-        begins, codes, end = [], [], 0
-        for one in stretch.stacks:
-            begins.append(end)
-            codes.append(one.heads.source_ids + end)
-            end += one.heads.present[-1] + 1
-        ordered = np.concatenate(codes)[stretch.order]
-        first = np.full(end, -1)
-        first[ordered[::-1]] = np.arange(len(ordered))[::-1]  # the last assignment wins: the first occurrence
-        ids = np.zeros(end, np.int64)
-        found = np.flatnonzero(first >= 0)
-        for code in found[np.argsort(first[found])].tolist():
-            number = bisect_right(begins, code) - 1
-            stack = stretch.stacks[number]
-            source = stack.heads.sources[code - begins[number]]
+        sources = [(stack, source) for stack in stretch.stacks for source in stack.heads.sources]
+        begins = np.cumsum([0, *(len(stack.heads.sources) for stack in stretch.stacks)])
+        codes = [stack.heads.source_ids + begin for stack, begin in zip(stretch.stacks, begins, strict=False)]
+        present, first, places = np.unique(np.concatenate(codes)[stretch.order], return_index=True, return_inverse=True)
+        ids = np.zeros(len(present), np.int64)
+        for at in np.argsort(first).tolist():
+            stack, source = sources[present[at]]
             dtype = None if stack.data is None else str(stack.data.dtype).removeprefix("torch.")
             fields = (stack.kind, source.module, source.tag, source.leaf, source.rank)
-            ids[code] = self._id_of(AnswerStream(trace, subscribers[stack.kind], *fields, dtype))
-        return ids[ordered]
+            ids[at] = self._id_of(AnswerStream(trace, subscribers[stack.kind], *fields, dtype))
+        return ids[places]
 
     def extend(self, other: AnswerColumns) -> None:
         """Append all answers of another `AnswerColumns`."""

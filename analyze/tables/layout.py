@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 import textwrap
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, final
 
@@ -15,12 +17,10 @@ _MOST_LINES: Final = 4
 """The maximum number of lines of a row."""
 _LEAST_NAME: Final = 16
 """The minimum width of a shortened name."""
-_LEAST_PROSE: Final = 12
-"""The minimum width of wrapped prose."""
 _INDENT: Final = 2
-"""Columns by which the rows of a group, and the paragraph below a row, are indented."""
+"""Columns by which the rows of a group, and what stands below a line, are indented."""
 _BETWEEN: Final = " · "
-"""The separator of cells in the paragraph below a row."""
+"""The separator of cells that stand above or below a row."""
 
 
 def shortened(text: str, width: int) -> str:
@@ -41,11 +41,12 @@ def shortened(text: str, width: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """The columns beside each other, with their widths, and the columns in the paragraph below the row."""
+    """The columns beside each other, with their widths, and the columns in lines of their own above and below them."""
 
     width: int
     gap: int
     beside: Mapping[int, int]
+    above: Sequence[int] = ()
     below: Sequence[int] = ()
     group: int | None = None
 
@@ -55,9 +56,8 @@ class TextTable:
     """Rows of texts for `rich`, in lines that fit the terminal.
 
     No word and no heading is broken, and no row takes more than four lines. If the rows are too wide, the values of
-    `group` become headings with the rows below them. If that is not enough, names are shortened in the middle, prose is
-    wrapped, and the widest of these columns move to a paragraph below the row. Among the layouts that fit, the one that
-    loses least is taken (cut text, and names that look the same once shortened), and among equals the shortest.
+    `group` become headings with the rows below them. If that is not enough, the widest name is shortened in the middle,
+    unless names would look the same; then names move to a line above their row, and prose to a paragraph below it.
 
     Parameters
     ----------
@@ -90,10 +90,14 @@ class TextTable:
         self._texts = [list(texts) for texts in zip(self._columns, *rows, strict=True)]
         self._widths = [max(map(len, texts)) for texts in self._texts]
 
+    def __str__(self) -> str:
+        """The lines in the width of the terminal."""
+        return "\n".join(line for line, _ in self.lines(shutil.get_terminal_size().columns))
+
     def plain(self) -> str:
         """The table for a file or a program: one line per row, of any width."""
-        layout = _Layout(width=sum(self._widths) + len(self._widths), gap=1, beside=dict(enumerate(self._widths)))
-        return "\n".join(line for row in (self._columns, *self._rows) for line in self._row(row, layout)[0])
+        layout = _Layout(sum(self._widths), 1, dict(enumerate(self._widths)))
+        return "\n".join(self._beside(row, layout) for row in (self._columns, *self._rows))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         from rich.style import Style
@@ -104,110 +108,68 @@ class TextTable:
 
     def lines(self, width: int) -> list[tuple[str, bool]]:
         """The lines in at most `width` columns, and whether each is a heading."""
-        made = [self._lines(layout) for layout in self._layouts(width)]
-        return min(made, key=lambda one: (one[0], len(one[1])))[1]
-
-    def _layouts(self, width: int) -> Iterator[_Layout]:
-        for gap in (2, 1):
-            if sum(self._widths) + gap * (len(self._widths) - 1) <= width:
-                yield _Layout(width, gap, dict(enumerate(self._widths)))
-                return
-        indent = 0 if self._group is None else _INDENT
-        beside = [place for place in range(len(self._columns)) if place != self._group]
-        below: list[int] = []
-        found = False
-        while beside:
-            for gap, shrinks in ((2, False), (1, False), (1, True)):
-                widths = self._fitted(beside, width - indent - gap * (len(beside) - 1), shrinks=shrinks)
-                if widths is not None:
-                    yield _Layout(width, gap, widths, tuple(sorted(below)), self._group)
-                    found = True
-                    break
-            movable = [place for place in beside if place in self._names | self._prose]
-            if found and not movable:
-                return
-            below.append(max(movable or beside, key=lambda place: self._widths[place]))
-            beside.remove(below[-1])
-        if not found:
-            yield _Layout(width, 1, {}, tuple(sorted(below)), self._group)
-
-    def _fitted(self, beside: Sequence[int], room: int, *, shrinks: bool) -> dict[int, int] | None:
-        """The widths of columns in `room`, taken from the widest that can shrink; None if the columns do not fit."""
-        widths = {place: self._widths[place] for place in beside}
-        least = {place: self._least(place) if shrinks else widths[place] for place in beside}
-        if not beside or sum(least.values()) > room:
-            return None
-        while sum(widths.values()) > room:
-            widest = max((place for place in beside if widths[place] > least[place]), key=widths.__getitem__)
-            widths[widest] -= 1
-        return widths
-
-    def _least(self, place: int) -> int:
-        if place in self._names:
-            return min(self._widths[place], max(len(self._columns[place]), _LEAST_NAME))
-        if place in self._prose:
-            words = (len(word) for text in self._texts[place][1:] for word in text.split())
-            return min(self._widths[place], max(len(self._columns[place]), _LEAST_PROSE, *words))
-        return self._widths[place]
-
-    def _lines(self, layout: _Layout) -> tuple[int, list[tuple[str, bool]]]:
-        """How many rows are cut and columns have ambiguous names, added up; and the lines."""
-        lost = sum(
-            len({shortened(text, width) for text in self._texts[place]}) < len(set(self._texts[place]))
-            for place, width in layout.beside.items()
-            if place in self._names
-        )
+        layout = self._layout(width)
         groups: dict[str, list[Sequence[str]]] = {}
         for row in self._rows:
             groups.setdefault("" if layout.group is None else row[layout.group], []).append(row)
-        lines = [(line, True) for line in self._row(self._columns, layout)[0]]
+        lines = [(line, True) for line in self._row(self._columns, layout)]
         used = sum(layout.beside.values()) + layout.gap * (len(layout.beside) - 1)
-        lines.append(("─" * (layout.width if layout.below or layout.group is not None else used), False))
+        lines.append(("─" * (used if len(layout.beside) == len(self._columns) else width), False))
         for group, rows in groups.items():
             if layout.group is not None:
-                lines.append((shortened(group, layout.width), True))
-            for row in rows:
-                of_row, cut = self._row(row, layout)
-                lost += cut
-                lines += [(line, False) for line in of_row]
-        return lost, lines
+                lines.append((shortened(group, width), True))
+            lines += [(line, False) for row in rows for line in self._row(row, layout)]
+        return lines
 
-    def _row(self, row: Sequence[str], layout: _Layout) -> tuple[list[str], bool]:
-        """The lines of a row, and whether text was left out."""
+    def _layout(self, width: int) -> _Layout:
+        for gap in (2, 1):
+            if sum(self._widths) + gap * (len(self._widths) - 1) <= width:
+                return _Layout(width, gap, dict(enumerate(self._widths)))
+        beside = {place: length for place, length in enumerate(self._widths) if place != self._group}
+        above: list[int] = []
+        below: list[int] = []
+        room = width
+        while beside:
+            room = width - _INDENT * ((self._group is not None) + bool(above))
+            excess = sum(beside.values()) + len(beside) - 1 - room
+            if excess <= 0:
+                break
+            movable = [place for place in beside if place in self._names | self._prose]
+            widest = max(movable or beside, key=beside.__getitem__)
+            if widest in self._names and self._is_clear(widest, beside[widest] - excess):
+                beside[widest] -= excess
+            else:
+                (above if widest in self._names else below).append(widest)
+                del beside[widest]
+        gap = 2 if sum(beside.values()) + 2 * (len(beside) - 1) <= room else 1
+        return _Layout(width, gap, beside, sorted(above), sorted(below), self._group)
+
+    def _is_clear(self, place: int, width: int) -> bool:
+        """Whether the names of a column can be told apart in `width` columns, in which its heading has room."""
+        texts = self._texts[place]
+        is_wide = width >= max(_LEAST_NAME, len(self._columns[place]))
+        return is_wide and len({shortened(text, width) for text in texts}) == len(set(texts))
+
+    def _row(self, row: Sequence[str], layout: _Layout) -> list[str]:
+        """The lines of a row."""
         indent = 0 if layout.group is None else _INDENT
-        room = max(layout.width - indent - _INDENT, 1)
-        rest = _wrapped(_BETWEEN.join(row[place] for place in layout.below if row[place]), room)
-        cells = [
-            _wrapped(row[place], width) if place in self._prose else [shortened(row[place], width)]
-            for place, width in layout.beside.items()
-        ]
-        most = _MOST_LINES - bool(rest)
-        height = min(max(map(len, cells), default=0), most)
         lines = []
-        kept = [_cut(cell, most, width) for cell, width in zip(cells, layout.beside.values(), strict=True)]
-        for at in range(height):
-            words = []
-            for (place, width), cell in zip(layout.beside.items(), kept, strict=True):
-                text = cell[at] if at < len(cell) else ""
-                words.append(f"{text:>{width}}" if place in self._right else f"{text:<{width}}")
-            lines.append((" " * indent + (" " * layout.gap).join(words)).rstrip())
-        lines += [" " * (indent + _INDENT) + line for line in _cut(rest, _MOST_LINES - height, room)]
-        return lines, len(rest) > _MOST_LINES - height or any(len(cell) > most for cell in cells)
+        if layout.above:
+            head = _BETWEEN.join(filter(None, (row[place] for place in layout.above))) or _BETWEEN.strip()
+            lines.append(" " * indent + shortened(head, layout.width - indent))
+            indent += _INDENT
+        if layout.beside:
+            lines.append(" " * indent + self._beside(row, layout))
+        room = max(layout.width - indent - _INDENT, 1)
+        rest = _BETWEEN.join(filter(None, (row[place] for place in layout.below)))
+        paragraph = textwrap.wrap(
+            re.sub(r"\S+", lambda word: shortened(word[0], room), rest), room, max_lines=_MOST_LINES - len(lines),
+            placeholder=" …", break_long_words=False, break_on_hyphens=False,
+        )  # fmt: skip
+        return [*(line.rstrip() for line in lines), *(" " * (indent + _INDENT) + line for line in paragraph)]
 
-
-def _wrapped(text: str, width: int) -> list[str]:
-    """A text in lines of at most `width` columns, broken between words; a longer word is shortened."""
-    if len(text) <= width:
-        return [text] if text else []
-    words = " ".join(shortened(word, width) for word in text.split())
-    return textwrap.wrap(words, width, break_long_words=False, break_on_hyphens=False)
-
-
-def _cut(lines: Sequence[str], most: int, width: int) -> list[str]:
-    """The first `most` lines; if some are left out, an ellipsis follows the last word."""
-    if len(lines) <= most:
-        return list(lines)
-    last = lines[most - 1]
-    while len(last) + 2 > width and " " in last:
-        last = last.rpartition(" ")[0]
-    return [*lines[: most - 1], f"{last[: width - 1]}…" if len(last) + 2 > width else f"{last} …"]
+    def _beside(self, row: Sequence[str], layout: _Layout) -> str:
+        """The line with the cells that stand beside each other."""
+        cells = [(place, shortened(row[place], width), width) for place, width in layout.beside.items()]
+        words = [f"{text:>{width}}" if place in self._right else f"{text:<{width}}" for place, text, width in cells]
+        return (" " * layout.gap).join(words).rstrip()

@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 
 from analyze.tables import arrays, writing
 from analyze.tables.columns import COLUMNS, AnswerColumns, Answers, Row
+from analyze.tables.layout import TextTable
 from analyze.tables.plotting import FORMATS, figure_of
-from analyze.tables.series import ResultsTable, Series, series_of
+from analyze.tables.series import Series, series_of, table_of
 from tracer.errors import UnknownNameError
 from tracer.messaging.messages import Message
 from tracer.messaging.receiver import Receiver, describe
@@ -212,12 +213,12 @@ class Results:
         """
         return series_of(self._gathered())
 
-    def to_table(self, rows: int = 40) -> ResultsTable:
-        """Tables for a terminal, one per kind: every row if there are at most `rows`, else a line per series.
+    def to_table(self, rows: int = 40) -> TextTable:
+        """A table for a terminal, by kind: every row if there are at most `rows`, else a line per series.
 
         Names that the tables shorten are complete in `summary` and in the files.
         """
-        return ResultsTable(list(self) if len(self) <= rows else self.summary())
+        return table_of(list(self) if len(self) <= rows else self.summary())
 
     # -- writing --------------------------------------------------------------------------------------------
 

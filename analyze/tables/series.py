@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
-import shutil
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, final
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from analyze.tables.columns import AnswerColumns, Row
-from analyze.tables.layout import shortened
+from analyze.tables.layout import TextTable
 from tracer.shown import printable
-
-if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderResult
 
 BLOCKS: Final = "▁▂▃▄▅▆▇█"
 
@@ -159,14 +153,6 @@ def series_of(answers: AnswerColumns) -> list[Series]:
     return found
 
 
-Shown: TypeAlias = Row | Series
-
-_WIDE_LABEL: Final = 24
-"""With less room than this for module paths, a table puts numbers below each other instead."""
-_LEAST_LABEL: Final = 8
-"""The minimum width of a module path."""
-
-
 def number(value: float) -> str:
     """A number in four significant digits.
 
@@ -178,159 +164,63 @@ def number(value: float) -> str:
     return re.sub(r"e([+-])0*", lambda found: "e-" if found[1] == "-" else "e", f"{value + 0.0:.4g}")
 
 
-@dataclass(frozen=True, slots=True)
-class _Column:
-    """A column of a table: the lines of its heading, and a function that gives the lines of a row's cell."""
-
-    heading: tuple[str, ...]
-    cell: Callable[[Any], tuple[str, ...]]
-    left: bool = False
-
-
-@final
-class ResultsTable:
-    """Rows or series of results for `rich`: one table per kind, in the order of the kinds.
-
-    Series have three layouts; the first that leaves enough room for the module paths is taken: (1) one line per series;
-    (2) the steps of minimum and maximum below their values; (3) as (2), with the last value below the first and the
-    count below the path. Paths that are longer than their room are shortened in the middle.
-
-    Parameters
-    ----------
-    shown : list of Row or list of Series
-    """
-
-    def __init__(self, shown: Sequence[Shown]) -> None:
-        self._shown = shown
-        self._traces = len({one.trace for one in shown}) > 1
-        self._ranks = any(one.rank for one in shown)
-
-    @property
-    def row_count(self) -> int:
-        """How many rows or series it shows."""
-        return len(self._shown)
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        from rich.style import Style
-        from rich.text import Text
-
-        bold = Style(bold=True)
-        for place, (heading, lines) in enumerate(self.lines(options.max_width)):
-            if place:
-                yield Text()
-            yield Text(heading, style=bold, no_wrap=True, overflow="ignore")
-            yield from (Text(line, no_wrap=True, overflow="ignore") for line in lines)
-
-    def __str__(self) -> str:
-        """The tables as text, as wide as the terminal."""
-        return self.plain(shutil.get_terminal_size().columns)
-
-    def plain(self, width: int = 100_000) -> str:
-        """The tables as text, in lines of at most `width` characters; by default, nothing is shortened."""
-        return "\n\n".join("\n".join((heading, *lines)) for heading, lines in self.lines(width))
-
-    def lines(self, width: int) -> Iterator[tuple[str, list[str]]]:
-        """The heading of each kind, and the lines of its table, in at most `width` columns."""
-        if not self._shown:
-            return
-        forms = _FORMS if isinstance(self._shown[0], Series) else (_ROWS,)
-        room = max(map(len, map(self._label, self._shown)))
-        for form, gap in itertools.product(forms, (2, 1)):
-            columns = self._columns(form)
-            widths = [max(len(text) for one in column for text in one) for column in self._cells(columns, self._shown)]
-            left = width - sum(widths) - gap * len(widths)
-            if left >= min(room, _WIDE_LABEL):
-                break
-        label = max(min(room, left), _LEAST_LABEL)
-        for (kind, trace), these in self._by_kind().items():
-            heading = printable(kind) + (f" of {printable(trace)}" if trace else "")
-            yield shortened(heading, width), self._table(columns, widths, these, label, " " * gap)
-
-    def _by_kind(self) -> dict[tuple[str, str], list[Shown]]:
-        """The rows or series of each table, by kind and, if there are several traces, by trace."""
-        groups: dict[tuple[str, str], list[Shown]] = {}
-        for one in self._shown:
-            groups.setdefault((one.kind, one.trace if self._traces else ""), []).append(one)
-        return groups
-
-    def _label(self, one: Shown) -> str:
-        """The label of a row: the module, with tag, rank and call unless they are the default."""
-        words = [printable(one.module)] if one.module else []
-        words += [f"@{printable(one.tag)}"] if one.tag != "default" else []
-        words += [f"rank {one.rank}"] if self._ranks else []
-        words += [f"call {one.call}"] if isinstance(one, Row) and one.call else []
-        return " ".join(words)
-
-    def _columns(self, form: Sequence[_Column]) -> list[_Column]:
-        """The columns of a layout, without rare columns whose cells are all empty."""
-        return [
-            one for one in form if one.heading[0] not in _RARE or any("".join(one.cell(row)) for row in self._shown)
-        ]
-
-    @staticmethod
-    def _cells(columns: Sequence[_Column], shown: Sequence[Shown]) -> list[list[tuple[str, ...]]]:
-        """The heading of each column, and its cells."""
-        return [[column.heading, *map(column.cell, shown)] for column in columns]
-
-    def _table(
-        self, columns: Sequence[_Column], widths: Sequence[int], shown: Sequence[Shown], label: int, gap: str
-    ) -> list[str]:
-        counts = isinstance(shown[0], Series) and _N not in columns
-        labels = [("module" if any(map(self._label, shown)) else "", *(["n"] if counts else []))]
-        labels += [(shortened(self._label(one), label), *([_N.cell(one)[0]] if counts else [])) for one in shown]
-        lines: list[str] = []
-        for row in zip(labels, *self._cells(columns, shown), strict=True):
-            for at in range(max(map(len, row))):
-                cells = [cell[at] if at < len(cell) else "" for cell in row]
-                words = [f"{cells[0]:<{label}}"]
-                for column, width, text in zip(columns, widths, cells[1:], strict=True):
-                    words.append(f"{text:<{width}}" if column.left else f"{text:>{width}}")
-                lines.append(gap.join(words).rstrip())
-        return lines
+def table_of(shown: Sequence[Row] | Sequence[Series]) -> TextTable:
+    """A table for a terminal: a line per row or series, by kind, and if there are several traces, by trace."""
+    several, ranks = len({one.trace for one in shown}) > 1, any(one.rank for one in shown)
+    groups: dict[str, list[Row | Series]] = {}
+    for one in shown:
+        of = f" of {printable(one.trace)}" if several else ""
+        groups.setdefault(printable(one.kind) + of, []).append(one)
+    form = _ROWS if isinstance(next(iter(shown), None), Row) else _SERIES
+    rows = [
+        (kind, _label(one, ranks), *(cell(one) for _, cell in form)) for kind, ones in groups.items() for one in ones
+    ]
+    columns = ("kind", "module", *(heading for heading, _ in form))
+    kept = [at for at, name in enumerate(columns) if name not in _RARE or any(row[at] for row in rows)]
+    return TextTable(
+        [columns[at] for at in kept], [[row[at] for at in kept] for row in rows],
+        right=_NUMBERS, names=("module",), prose=("not finite",), group="kind",
+    )  # fmt: skip
 
 
-def _strange(one: Series) -> tuple[str, ...]:
+def _label(one: Row | Series, ranks: bool) -> str:
+    """The module, with tag, rank and call unless they are the default."""
+    words = [printable(one.module)] if one.module else []
+    words += [f"@{printable(one.tag)}"] if one.tag != "default" else []
+    words += [f"rank {one.rank}"] if ranks else []
+    words += [f"call {one.call}"] if isinstance(one, Row) and one.call else []
+    return " ".join(words)
+
+
+def _strange(one: Series) -> str:
     """How many numbers are not finite, and the first step with one."""
     counts = [f"{count:,} {what}" for count, what in ((one.nans, "NaN"), (one.infs, "inf")) if count]
-    return (*counts, f"from {_at(one.first_strange)}") if counts else ()
-
-
-_RARE: Final = ("not finite", "index")
-"""Columns that are left out where all their cells are empty."""
-
-
-_N: Final = _Column(("n",), lambda one: (str(one.n),))
-_FIRST: Final = _Column(("first",), lambda one: (number(one.first),))
-_LAST: Final = _Column(("last",), lambda one: (number(one.last),))
-_MIN: Final = _Column(("min", "at"), lambda one: (number(one.min), _at(one.min_step)))
-_MAX: Final = _Column(("max", "at"), lambda one: (number(one.max), _at(one.max_step)))
-_TREND: Final = _Column(("trend",), lambda one: (one.trend,), left=True)
-_STRANGE: Final = _Column(
-    ("not finite",), lambda one: (", ".join(_strange(one)).replace(", from", " from"),), left=True
-)
-_TREND_AND_STRANGE: Final = _Column(("trend",), lambda one: (one.trend, *_strange(one)), left=True)
-
-
-def _line(column: _Column, line: int) -> _Column:
-    """One line of a two-line column, as a column of its own."""
-    return _Column((column.heading[line],), lambda one: (column.cell(one)[line],))
-
-
-_FORMS: Final[tuple[tuple[_Column, ...], ...]] = (
-    (_N, _FIRST, _LAST, *(_line(column, line) for column in (_MIN, _MAX) for line in (0, 1)), _TREND, _STRANGE),
-    (_N, _FIRST, _LAST, _MIN, _MAX, _TREND_AND_STRANGE),
-    (
-        _Column(("first", "last"), lambda one: (number(one.first), number(one.last))),
-        *(_MIN, _MAX, _TREND_AND_STRANGE),
-    ),
-)
-_ROWS: Final = (
-    _Column(("epoch",), lambda one: (str(one.epoch),)),
-    _Column(("step",), lambda one: (str(one.global_step),)),
-    _Column(("index",), lambda one: (one.index,)),
-    _Column(("value",), lambda one: (number(one.value),)),
-)
+    return f"{', '.join(counts)} from {_at(one.first_strange)}" if counts else ""
 
 
 def _at(step: int | None) -> str:
     return "" if step is None else f"@{step}"
+
+
+_RARE: Final = ("module", "index", "not finite")
+"""Columns that are left out where all their cells are empty."""
+_NUMBERS: Final = ("n", "first", "last", "min", "max", "at", "epoch", "step", "value")
+"""Columns that are aligned to the right."""
+_Form: TypeAlias = tuple[tuple[str, Callable[[Any], str]], ...]
+_SERIES: Final[_Form] = (
+    ("n", lambda one: str(one.n)),
+    ("first", lambda one: number(one.first)),
+    ("last", lambda one: number(one.last)),
+    ("min", lambda one: number(one.min)),
+    ("at", lambda one: _at(one.min_step)),
+    ("max", lambda one: number(one.max)),
+    ("at", lambda one: _at(one.max_step)),
+    ("trend", lambda one: one.trend),
+    ("not finite", _strange),
+)
+_ROWS: Final[_Form] = (
+    ("epoch", lambda one: str(one.epoch)),
+    ("step", lambda one: str(one.global_step)),
+    ("index", lambda one: one.index),
+    ("value", lambda one: number(one.value)),
+)

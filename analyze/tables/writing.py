@@ -8,13 +8,14 @@ import datetime as dt
 import json
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO, TypeAlias, final
+from typing import TYPE_CHECKING, Any, Final, TextIO, TypeAlias, final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from analyze.tables.columns import COLUMNS, WHOLE, AnswerColumns, AnswerStream, Row, as_json, positions
 from tracer.errors import TraceError, TraceExistsError, TraceNotFoundError, TracerError
@@ -78,11 +79,58 @@ def write_parquet(table: Mapping[str, Any], path: PathLike, *, overwrite: bool) 
         pq.write_table(made, temporary)
 
 
-def arrow_table(table: Mapping[str, Any], *texts: str) -> Any:
-    """The `pyarrow.Table` of a table by columns: `COLUMNS`, and further string columns."""
+_ROWS: Final = 1 << 20
+"""The most rows of one Arrow array, because an array of texts holds at most 2 GiB."""
+
+
+def arrow_table(columns: Mapping[str, Any], *texts: str) -> Any:
+    """The `pyarrow.Table` of a table by columns: `COLUMNS`, and further string columns.
+
+    Its arrays are made from buffers, because `pyarrow.array` imports pandas.
+    """
     import pyarrow as pa
 
-    return pa.table({field.name: pa.array(in_utf8(table[field.name]), field.type) for field in arrow_schema(*texts)})
+    schema = arrow_schema(*texts)
+    rows = len(columns["value"])
+    tables = [
+        pa.Table.from_arrays(
+            [_array(columns[field.name][first : first + _ROWS], field.type) for field in schema], schema=schema
+        )
+        for first in range(0, max(rows, 1), _ROWS)
+    ]
+    return pa.concat_tables(tables)
+
+
+def _array(column: Sequence[Any] | NDArray[Any], kind: Any) -> Any:
+    """An Arrow array of a column of texts, integers or floats; None becomes a null."""
+    import pyarrow as pa
+
+    if kind == pa.string():
+        return _texts(_in_utf8(column))
+    dtype = np.dtype(kind.to_pandas_dtype())
+    empty = None
+    if not isinstance(column, np.ndarray):
+        is_there = np.array([one is not None for one in column], np.bool_)
+        if not is_there.all():
+            empty = pa.py_buffer(np.packbits(is_there, bitorder="little"))
+            column = [0 if one is None else one for one in column]
+    numbers = np.ascontiguousarray(column, dtype)
+    return pa.Array.from_buffers(kind, len(numbers), [empty, pa.py_buffer(numbers)])
+
+
+def _texts(column: Sequence[str]) -> Any:
+    """An Arrow array of texts; each distinct text, of which there are few, is encoded once."""
+    import pyarrow as pa
+
+    number_of = {word: number for number, word in enumerate(dict.fromkeys(column))}
+    numbers = np.fromiter((number_of[word] for word in column), np.int32, len(column))
+    encoded = [word.encode() for word in number_of]
+    ends = np.cumsum([0, *map(len, encoded)], dtype=np.int32)
+    words = pa.Array.from_buffers(
+        pa.string(), len(encoded), [None, pa.py_buffer(ends), pa.py_buffer(b"".join(encoded))]
+    )
+    which = pa.Array.from_buffers(pa.int32(), len(numbers), [None, pa.py_buffer(numbers)])
+    return pa.DictionaryArray.from_arrays(which, words).cast(pa.string())
 
 
 def arrow_schema(*texts: str) -> Any:
@@ -93,7 +141,7 @@ def arrow_schema(*texts: str) -> Any:
     return pa.schema(list((types | {"value": pa.float64()}).items()))
 
 
-def in_utf8(column: Any) -> Any:
+def _in_utf8(column: Any) -> Any:
     """A column of strings, with escapes for what UTF-8 cannot hold; a column of numbers is unchanged."""
     if isinstance(column, np.ndarray):
         return column

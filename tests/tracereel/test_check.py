@@ -143,20 +143,6 @@ def test_several(tmp_path: Path) -> None:
     assert [one["verdict"].split()[0] for one in told] == ["error:", "nothing", "unreadable:"]
 
 
-@pytest.mark.parametrize(("words", "code", "said"), [
-    (("-s", "dead_unit"), 2, "did you mean 'dead_units'?"),
-    (("-s", "norm"), 2, "norm is a metric and no rule"),
-    (("-s", "dead_units:share=2"), 2, "a share is a number"),
-    (("--rank", "3"), 2, "rank"),
-    (("--steps", "x"), 2, "steps"),
-])  # fmt: skip
-def test_wrong_words(tmp_path: Path, words: tuple[str, ...], code: int, said: str) -> None:
-    """Each is a sentence that names what is allowed."""
-    found = run("check", write(tmp_path / "run.zarr", [1.0]), *words)
-    assert found.exit_code == code
-    assert said in found.stderr
-
-
 def test_an_empty_trace(tmp_path: Path) -> None:
     """Nothing could be judged, and that is what is said."""
     with TraceWriter(tmp_path / "run.zarr"):

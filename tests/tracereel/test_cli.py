@@ -31,8 +31,9 @@ PAGE = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_each_command_has_help(name: str) -> None:
-    """A command says in a sentence what it does, and each of its options says what it is for."""
+    """A sentence, what each option is for, below its heading, and examples, which are command lines that it takes."""
     command = main.commands[name]
+    assert isinstance(command, Command)
     assert command.help is not None
     assert command.help.partition("\n")[0].endswith(".")
     result = run(name, "--help")
@@ -40,15 +41,11 @@ def test_each_command_has_help(name: str) -> None:
     for option in command.params:
         if isinstance(option, click.Option) and option.name not in ("epochs", "seed"):
             assert option.help, f"{name} {option.opts[0]} has no help"
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_each_command_has_examples(name: str) -> None:
-    """They stand in its help, and are command lines that it takes."""
-    shown = run(name, "--help").stdout
-    examples = shown.partition("Examples:\n")[2].splitlines()
-    command = main.commands[name]
-    assert isinstance(command, Command)
+    # only --debug and --help, which every command has, stand below no heading of their own
+    rest = result.stdout.partition("\nOptions:\n")[2].partition("\n\n")[0]
+    named = [line.split()[0].rstrip(",") for line in rest.splitlines() if line.startswith("  -")]
+    assert named == ["--debug", "-h"]
+    examples = result.stdout.partition("Examples:\n")[2].splitlines()
     assert [line.strip() for line in examples if line] == list(command.examples)
     for line in command.examples:
         program, called, *arguments = shlex.split(line)
@@ -63,25 +60,11 @@ def test_options_stand_in_groups() -> None:
     for name, first, second in (("replay", "What is read:", "--kind"), ("record", "What is recorded:", "--every")):
         lines = run(name, "--help").stdout.splitlines()
         assert second in " ".join(lines[lines.index(first) : lines.index(first) + 5])
-        assert f"  -{second}" not in lines[lines.index("Options:") :]
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_option_stands_in_a_group(name: str) -> None:
-    """Only --debug and --help, which every command has, stand below no heading of their own."""
-    rest = run(name, "--help").stdout.partition("\nOptions:\n")[2].partition("\n\n")[0]
-    named = [line.split()[0].rstrip(",") for line in rest.splitlines() if line.startswith("  -")]
-    assert named == ["--debug", "-h"]
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_each_command_stands_in_the_readme(name: str) -> None:
-    """The table of docs/commands.md has a row for each command."""
-    assert re.search(rf"^\| `trace {name}\b", PAGE, re.MULTILINE)
-
-
-def test_readme_names_no_other_commands() -> None:
-    """What docs/commands.md calls a command is one."""
+def test_the_page_names_the_commands_and_no_others() -> None:
+    """The table of docs/commands.md has a row for each command, and what the page calls a command is one."""
+    assert set(re.findall(r"^\| `trace ([a-z]+)", PAGE, re.MULTILINE)) == {*COMMANDS}
     assert set(re.findall(r"`?\btrace ([a-z]+)\b(?=[^.])", "\n".join(re.findall(r"`trace [^`]*`", PAGE)))) <= {
         *COMMANDS
     }
@@ -110,63 +93,84 @@ def test_version() -> None:
 # -- what goes wrong ----------------------------------------------------------------------------------------------
 
 
-WRONG = {
-    "no such trace": (("info", "nowhere.zarr"), 1, "nowhere.zarr"),
-    "not a trace": (("ls", "folder.zarr"), 1, "folder.zarr"),
-    "not a trace, either": (("ls", "text.h5"), 1, "text.h5"),
-    "no suffix": (("cat", "folder"), 1, ".zarr, .h5"),
-    "unknown kind": (("cat", "TRACE", "-k", "wieghts"), 2, "did you mean 'weights'?"),
-    "unknown module": (("ls", "TRACE", "-m", "conv2"), 2, "did you mean 'conv1'?"),
-    "unknown tag": (("ls", "TRACE", "--tag", "eval"), 2, "default, probe"),
-    "unknown subscriber": (("replay", "TRACE", "-s", "nrom"), 2, "did you mean 'norm'?"),
-    "unknown subscriber's page": (("subscribers", "nrom"), 2, "did you mean 'norm'?"),
-    "unknown parameter": (("replay", "TRACE", "-s", "norm:ordre=1"), 2, "kind, order, tag"),
-    "wrong parameter": (("replay", "TRACE", "-s", "svcca:threshold=7"), 2, "7"),
-    "no such file of subscribers": (("replay", "TRACE", "-s", "no.py:Sparsity"), 2, "no.py"),
-    "what is not recorded": (("replay", "TRACE", "-s", "norm:kind=biases"), 2, "biases"),
-    "steps that are none": (("cat", "TRACE", "--steps", "5:5"), 2, "holds no step"),
-    "steps backwards": (("cat", "TRACE", "--steps", "9:2"), 2, "holds no step"),
-    "steps of letters": (("replay", "TRACE", "-s", "norm", "--steps", "a:b"), 2, "100:200"),
-    "more messages than can be counted": (("cat", "TRACE", "--limit", "9" * 30), 2, "--limit"),
-    "a stride of nothing": (("cat", "TRACE", "--steps", "0:9:0"), 2, "positive"),
-    "negative steps": (("cat", "TRACE", "--steps", "-3:9"), 2, "100:200"),
-    "no subscriber": (("replay", "TRACE"), 2, "--subscriber"),
-    "an unknown suffix": (("replay", "TRACE", "-s", "norm", "--out", "x.xls"), 2, ".parquet, .csv"),
-    "an output that is there": (("replay", "TRACE", "-s", "norm", "--out", "text.csv"), 1, "--overwrite"),
-    "an output over its source": (("replay", "TRACE", "-s", "norm", "--out", "TRACE", "--overwrite"), 1, "being read"),
-    "an output over its source, the long way": (
-        ("replay", "TRACE", "-s", "norm", "--out", "new/../TRACE", "--overwrite"),
-        1,
-        "being read",
-    ),
-    "a folder that is its source": (("replay", "TRACE", "-s", "norm", "--tensorboard", "TRACE"), 1, "being read"),
-    "an output in a file": (("replay", "TRACE", "-s", "norm", "--out", "text.csv/x.csv"), 1, "text.csv"),
-    "no script": (("record", "nowhere.py"), 1, "nowhere.py"),
-    "nothing to record": (("record",), 2, "Usage"),
-    "a kind that is none": (("record", "-k", "wieghts", "script.py"), 2, "did you mean 'weights'?"),
-    "a dtype that is none": (("record", "--dtype", "float17", "script.py"), 2, "did you mean 'float16'"),
-    "a recording over another": (("record", "--out", "TRACE", "script.py"), 1, "--overwrite"),
-    "a recording of no format": (("record", "--out", "x.pt", "script.py"), 2, ".zarr, .h5"),
-    "a size that is none": (("record", "--queue-bytes", "many", "script.py"), 2, "256MB"),
-    "a queue of nothing": (("record", "--queue-bytes", "0.2", "script.py"), 2, "256MB"),
-    "an option of nobody": (("record", "--evry", "3", "script.py"), 2, "--every"),
-    "a configuration of nothing": (("record", "--config", "nowhere.toml", "script.py"), 1, "nowhere.toml"),
-    "a configuration that is none": (("record", "--config", "text.json", "script.py"), 2, "JSON"),
-    "a compression that is none": (
-        ("record", "--compression", "gzip", "script.py"),
-        2,
-        "lz4, lz4hc, none, zstd",
-    ),
-    "a compression given twice": (("record", *["--compression", "loss=lz4"] * 2, "script.py"), 2, "twice"),
-    "a copy's compression": (("convert", "TRACE", "new.zarr", "--compression", "weights=lz"), 2, "did you mean 'lz4'?"),
-    "a copy's compression of nothing": (("convert", "TRACE", "new.zarr", "--compression", "wieghts=lz4"), 2, "weights"),
-    "a copy's compression, twice": (("convert", "TRACE", "new.h5", *["--compression", "lz4"] * 2), 2, "twice"),
-    "a setting of nobody": (("record", "--config", "capture.toml", "script.py"), 2, "evry"),
-}
+WRONG = [
+    ("info nowhere.zarr", 1, "nowhere.zarr"),
+    ("ls folder.zarr", 1, "folder.zarr"),
+    ("ls text.h5", 1, "text.h5"),
+    ("cat folder", 1, ".zarr, .h5"),
+    ("cat TRACE -k wieghts", 2, "did you mean 'weights'?"),
+    ("ls TRACE -m conv2", 2, "did you mean 'conv1'?"),
+    ("ls TRACE --tag eval", 2, "default, probe"),
+    ("replay TRACE -s nrom", 2, "did you mean 'norm'?"),
+    ("subscribers nrom", 2, "did you mean 'norm'?"),
+    ("replay TRACE -s norm:ordre=1", 2, "kind, order, tag"),
+    ("replay TRACE -s svcca:threshold=7", 2, "7"),
+    ("replay TRACE -s no.py:Sparsity", 2, "no.py"),
+    ("replay TRACE -s norm:kind=biases", 2, "biases"),
+    ("cat TRACE --steps 5:5", 2, "holds no step"),
+    ("cat TRACE --steps 9:2", 2, "holds no step"),
+    ("replay TRACE -s norm --steps a:b", 2, "100:200"),
+    ("cat TRACE --limit 999999999999999999999999999999", 2, "--limit"),
+    ("cat TRACE --steps 0:9:0", 2, "positive"),
+    ("cat TRACE --steps -3:9", 2, "100:200"),
+    ("replay TRACE", 2, "--subscriber"),
+    ("replay TRACE -s norm --out x.xls", 2, ".parquet, .csv"),
+    ("replay TRACE -s norm --out text.csv", 1, "--overwrite"),
+    ("replay TRACE -s norm --out TRACE --overwrite", 1, "being read"),
+    ("replay TRACE -s norm --out new/../TRACE --overwrite", 1, "being read"),
+    ("replay TRACE -s norm --tensorboard TRACE", 1, "being read"),
+    ("replay TRACE -s norm --out text.csv/x.csv", 1, "text.csv"),
+    ("record nowhere.py", 1, "nowhere.py"),
+    ("record", 2, "Usage"),
+    ("record -k wieghts script.py", 2, "did you mean 'weights'?"),
+    ("record --dtype float17 script.py", 2, "did you mean 'float16'"),
+    ("record --out TRACE script.py", 1, "--overwrite"),
+    ("record --out x.pt script.py", 2, ".zarr, .h5"),
+    ("record --queue-bytes many script.py", 2, "256MB"),
+    ("record --queue-bytes 0.2 script.py", 2, "256MB"),
+    ("record --evry 3 script.py", 2, "--every"),
+    ("record --config nowhere.toml script.py", 1, "nowhere.toml"),
+    ("record --config text.json script.py", 2, "JSON"),
+    ("record --compression gzip script.py", 2, "lz4, lz4hc, none, zstd"),
+    ("record --compression loss=lz4 --compression loss=lz4 script.py", 2, "twice"),
+    ("convert TRACE new.zarr --compression weights=lz", 2, "did you mean 'lz4'?"),
+    ("convert TRACE new.zarr --compression wieghts=lz4", 2, "weights"),
+    ("convert TRACE new.h5 --compression lz4 --compression lz4", 2, "twice"),
+    ("record --config capture.toml script.py", 2, "evry"),
+    ("record --flight-before 3 script.py", 2, "give --flight with it"),
+    ("record --flight --flight-bytes 900TB script.py", 2, "the memory of this"),
+    ("record --flight --flight-bytes some script.py", 2, "'some' is not a size"),
+    ("record --flight --flight-when sometimes script.py", 2, "'sometimes'"),
+    ("record --flight --flight-when norm_drift:window=x script.py", 2, "norm_drift"),
+    ("record --stop-on bad script.py", 2, "not one of 'note', 'warning', 'error'"),
+    ("record --rule not_finite script.py", 2, "give --stop-on with it"),
+    ("record --stop-on error --rule not_finit script.py", 2, "did you mean 'not_finite'?"),
+    ("record --stop-on error --rule norm script.py", 2, "norm is a metric and no rule"),
+    ("record --stop-on error --dry-run script.py", 2, "trains nothing that could be"),
+    ("check TRACE -s dead_unit", 2, "did you mean 'dead_units'?"),
+    ("check TRACE -s norm", 2, "norm is a metric and no rule"),
+    ("check TRACE -s dead_units:share=2", 2, "a share is a number"),
+    ("check TRACE --rank 3", 2, "rank"),
+    ("check TRACE --steps x", 2, "steps"),
+    ("batch absent.zarr -s norm --out new", 1, "no trace at absent.zarr"),
+    ("batch TRACE -s norm --out new --part 4/4", 2, "counted from 0"),
+    ("batch TRACE -s norm --out new --slurm jobs", 2, "key=value"),
+    ("batch TRACE -s norm --out new --memory lots", 2, "lots"),
+    ("batch TRACE -s norm --out new --reenact script.py", 2, "--reenact needs --steps A:B"),
+    ("batch TRACE -s norm --out new --reenact script.py --steps 3:", 2, "--reenact needs --steps A:B"),
+    ("batch TRACE -s norm --out new --reenact script.py --steps 3:9:2", 2, "without a stride"),
+    ("batch TRACE -s norm --out new --reenact gone.py --steps 3:9", 1, "gone.py is not a file"),
+    ("batch TRACE -s norm --out new --reenact script.py --steps 3:9 --part 0/2", 2, "does not go with --part"),
+    ("batch TRACE -s norm --out new --reenact script.py --steps 3:9 --pairs all", 2, "does not go with --pairs"),
+    ("diff TRACE TRACE --reenact nothing.py", 1, "nothing.py is not a file"),
+    ("diff TRACE TRACE --reenact script.py --reenact a.py --reenact b.py", 2, "for A and for B, not 3 times"),
+    ("diff TRACE TRACE --reenact ''", 2, "names no script"),
+    ('diff TRACE TRACE --reenact "script.py \'x"', 2, "is no command line"),
+]
+"""Command lines, the exit code of each, and a part of its sentence."""
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_what_goes_wrong_is_a_sentence(case: str, trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_goes_wrong_is_a_sentence(trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each mistake gives its exit code and a sentence that names the thing, and changes no file."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder.zarr").mkdir()
@@ -174,30 +178,28 @@ def test_what_goes_wrong_is_a_sentence(case: str, trace: Path, tmp_path: Path, m
         (tmp_path / name).write_text("not what it seems\n")
     (tmp_path / "capture.toml").write_text("evry = 3\n")
     (tmp_path / "script.py").write_text("raise SystemExit('must not run')\n")
-    copy = tmp_path / f"copy{trace.suffix}"
-    (shutil.copytree if trace.is_dir() else shutil.copyfile)(trace, copy)
+    shutil.copytree(trace, tmp_path / "copy.zarr")
     before = snapshot(tmp_path)
-    arguments, code, part = WRONG[case]
-    result = run(*(argument.replace("TRACE", copy.name) for argument in arguments))
-    assert result.exit_code == code, result.output
-    assert part in result.stderr
-    assert "Traceback" not in result.output
-    assert "must not run" not in result.output
-    if "Usage" not in result.stderr:
-        assert result.stdout == ""
-        assert len(result.stderr.splitlines()) == 1
-    assert snapshot(tmp_path) == before
+    for line, code, part in WRONG:
+        result = run(*shlex.split(line.replace("TRACE", "copy.zarr")))
+        assert (line, result.exit_code) == (line, code), result.output
+        assert part in result.stderr, line
+        assert "Traceback" not in result.output
+        assert "must not run" not in result.output
+        if "Usage" not in result.stderr:
+            assert (line, result.stdout, len(result.stderr.splitlines())) == (line, "", 1)
+        assert snapshot(tmp_path) == before, line
 
 
-@pytest.mark.parametrize("arguments", [("--debug", "info", "nowhere.zarr"), ("info", "nowhere.zarr", "--debug")])
-def test_debug_shows_the_traceback(arguments: tuple[str, ...], tmp_path: Path) -> None:
+def test_debug_shows_the_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """``--debug``, before the command or after it, shows where an error came from; without it nothing does."""
-    done = processes.run(spawn(*arguments), cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert "Traceback" in done.stderr
-    plain = [argument for argument in arguments if argument != "--debug"]
-    done = processes.run(spawn(*plain), cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+    monkeypatch.chdir(tmp_path)
+    for arguments in (("--debug", "info", "nowhere.zarr"), ("info", "nowhere.zarr", "--debug")):
+        assert isinstance(run(*arguments).exception, tracer.TraceNotFoundError)
+    done = processes.run(spawn("--debug", "info", "nowhere.zarr"), capture_output=True, text=True, check=False)
+    assert (done.returncode, "Traceback" in done.stderr) == (1, True)
+    plain = run("info", "nowhere.zarr")
+    assert (plain.exit_code, plain.stdout, plain.stderr.count("\n")) == (1, "", 1)
 
 
 # -- the rest of the process --------------------------------------------------------------------------------------
@@ -206,8 +208,6 @@ def test_debug_shows_the_traceback(arguments: tuple[str, ...], tmp_path: Path) -
 def test_a_closed_pipe_is_silent(trace: Path) -> None:
     """``trace cat … | head`` ends without a complaint."""
     command = shlex.join(spawn("cat", trace, "--values", 12))
-    done = subprocess.run(f"{command} | head -1", shell=True, capture_output=True, text=True, check=False)
-    assert (len(done.stdout.splitlines()), done.stderr) == (1, "")
     done = subprocess.run(
         ["bash", "-c", f"set -o pipefail; {command} | true"], capture_output=True, text=True, check=False
     )
@@ -225,12 +225,11 @@ def test_a_closed_pipe_changes_no_verdict(trace: Path, tmp_path: Path) -> None:
         (4, "check", trace, damaged),
         (2, "replay", trace, "-s", "norm:kind=nothing", "--plan"),
     ):
-        piped = f"set -o pipefail; {shlex.join(spawn(*command))} | true"
-        whole, cut = (
-            subprocess.run(["bash", "-c", one], capture_output=True, text=True, check=False).returncode
-            for one in (shlex.join(spawn(*command)), piped)
-        )
-        assert (command, whole, cut) == (command, code, code)
+        reads, writes = os.pipe()  # as of a pipe to a program that has ended
+        os.close(reads)
+        with os.fdopen(writes, "wb") as pipe:
+            cut = processes.run(spawn(*command), stdout=pipe, stderr=subprocess.DEVNULL, check=False).returncode
+        assert (command, run(*command).exit_code, cut) == (command, code, code)
 
 
 def test_a_pipe_that_a_subscriber_breaks_is_an_error(trace: Path, tmp_path: Path) -> None:
@@ -290,20 +289,18 @@ main()
 """
 
 
-@pytest.mark.parametrize(
-    "command", [("ls", "TRACE"), ("info", "TRACE"), ("subscribers",), ("replay", "TRACE", "-s", "norm")]
-)
+@pytest.mark.parametrize("command", [("ls", "TRACE"), ("replay", "TRACE", "-s", "norm")])
 def test_streams_that_are_closed(tmp_path: Path, command: tuple[str, ...]) -> None:
     """Where nobody can hear anything, nothing is said, and all else is as ever.
 
-    The shell closes those of the commands that import little; of the others a forked process is as if it had.
+    The shell closes those of a command that imports little; of the other a forked process is as if it had.
     """
     path = write(tmp_path / "run.zarr")
     words = [str(path) if word == "TRACE" else word for word in command]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     given: Any = {"env": environment, "capture_output": True, "text": True, "timeout": 120, "check": False}
     for closed in (">&-", ">&- 2>&-"):
-        if command[0] in ("ls", "info"):
+        if command[0] == "ls":
             done = subprocess.run(f"{sys.executable} -m tracereel {shlex.join(words)} {closed}", shell=True, **given)
         else:
             numbers = [1, 2] if "2" in closed else [1]

@@ -113,37 +113,28 @@ def test_record_an_example(tmp_path: Path) -> None:
     assert all((row["count"], row["steps"], row["shapes"][0][0]) == (6, [0, 20], 4) for row in rows)
 
 
-@pytest.mark.parametrize(
-    ("program", "hint"),
-    [
-        ("nothing.py", ""),
-        ("python", "; leave it out: trace record SCRIPT.py, and --module NAME in the place of -m NAME"),
-        (
-            "/usr/bin/nowhere/python3.12",
-            "; leave it out: trace record SCRIPT.py, and --module NAME in the place of -m NAME",
-        ),
-    ],
-)
-def test_what_is_no_script_is_told(program: str, hint: str) -> None:
+def test_what_is_no_script_is_told() -> None:
     """`trace record` in front of a command line that begins with python: the sentence says what to leave out."""
-    done = run("record", program, "train.py")
-    assert done.exit_code == 1
-    assert done.stderr == f"Error: {program} is not a file, so there is no script to run{hint}\n"
+    hint = "; leave it out: trace record SCRIPT.py, and --module NAME in the place of -m NAME"
+    for program, told in (("nothing.py", ""), ("python", hint), ("/usr/bin/nowhere/python3.12", hint)):
+        done = run("record", program, "train.py")
+        assert done.exit_code == 1
+        assert done.stderr == f"Error: {program} is not a file, so there is no script to run{told}\n"
 
 
-def test_demo(tmp_path: Path) -> None:
+def test_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The demo trains, replays, shows tables, leaves a trace, a picture and a report; a second one replaces nothing."""
     for needed in ("sklearn", "matplotlib", "bokeh"):
         pytest.importorskip(needed)
-    command = spawn("demo", "--out", "shown", "--epochs", "1")
-    done = processes.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stderr
+    monkeypatch.chdir(tmp_path)
+    done = run("demo", "--out", "shown", "--epochs", "1")
+    assert done.exit_code == 0, done.stderr
     for fact in ("activations_svcca", "weights_spectral_norm", "test_accuracy", "digits.png", "shown/digits.html"):
         assert fact in done.stdout
     assert (tmp_path / "shown/digits.png").read_bytes().startswith(b"\x89PNG")
     assert "test_accuracy" in (tmp_path / "shown/digits.html").read_text(encoding="utf-8")
     before = snapshot(tmp_path)
-    again = processes.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
-    assert (again.returncode, again.stdout) == (1, "")
+    again = run("demo", "--out", "shown", "--epochs", "1")
+    assert (again.exit_code, again.stdout) == (1, "")
     assert "--overwrite" in again.stderr
     assert snapshot(tmp_path) == before

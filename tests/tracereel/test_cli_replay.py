@@ -68,28 +68,20 @@ def test_replay_prints_a_table(trace: Path) -> None:
             assert f"{value:.4g}" in result.stdout
 
 
-@pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".parquet", ".zarr", ".h5"])
-def test_replay_writes(trace: Path, tmp_path: Path, suffix: str) -> None:
-    """Each kind of file has a row for each answer, and is not replaced unasked."""
-    out = tmp_path / f"new/results{suffix}"
+def test_replay_writes(trace: Path, tmp_path: Path) -> None:
+    """A file has a row for each answer, in a folder that need not be there, and is not replaced unasked."""
+    out = tmp_path / "new/results.csv"
     arguments = ("replay", trace, "--subscriber", "norm:kind=weights", "--out", out)
-    if suffix == ".parquet":
-        pytest.importorskip("pyarrow")
     assert run(*arguments).exit_code == 0
-    if suffix in (".zarr", ".h5"):
-        assert json.loads(run("info", out, "--json").stdout)["messages"] == 24
-    elif suffix == ".parquet":
-        import pyarrow.parquet
-
-        assert pyarrow.parquet.read_table(out).num_rows == 24
-    else:
-        assert len(out.read_text().splitlines()) == 24 + (suffix == ".csv")
+    assert len(out.read_text().splitlines()) == 24 + 1
     before = out.stat().st_mtime_ns
     again = run(*arguments)
     assert again.exit_code == 1
     assert "already there" in again.stderr
     assert out.stat().st_mtime_ns == before
     assert run(*arguments, "--overwrite").exit_code == 0
+    assert run(*arguments[:-1], tmp_path / "results.zarr").exit_code == 0
+    assert json.loads(run("info", tmp_path / "results.zarr", "--json").stdout)["messages"] == 24
 
 
 def test_replay_as_json_lines(trace: Path) -> None:

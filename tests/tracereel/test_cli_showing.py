@@ -16,28 +16,27 @@ from tracer.messaging.messages import NetworkMessage
 from tracer.trace.writer import TraceWriter
 
 
-def test_info(trace: Path) -> None:
+def test_info(each_trace: Path) -> None:
     """``info`` says what the trace is of, how far it got, how much it holds."""
-    result = run("info", trace)
+    result = run("info", each_trace)
     assert result.exit_code == 0, result.output
     for fact in ("finished", "train.py --lr 0.1", "0 to 11", "0 to 1", "loss 12", "default, probe", "66 messages"):
         assert fact in result.stdout
-    told = json.loads(run("info", trace, "--json").stdout)
+    told = json.loads(run("info", each_trace, "--json").stdout)
     assert (told["status"], told["messages"], told["kinds"]["weights"]) == ("finished", 66, 24)
-    files = [trace] if trace.is_file() else [file for file in trace.rglob("*") if file.is_file()]
+    files = [each_trace] if each_trace.is_file() else [file for file in each_trace.rglob("*") if file.is_file()]
     assert told["stored_bytes"] == sum(file.stat().st_size for file in files)
     assert f"{told['bytes'] / told['stored_bytes']:.2f} bytes of data for each" in result.stdout
 
 
-def test_info_of_several(trace: Path, tmp_path: Path) -> None:
+def test_info_of_several(tmp_path: Path) -> None:
     """Of a folder, a glob or several traces there is a line each, and a list of JSON; a damaged one is told."""
-    for name in ("a", "b"):
-        write(tmp_path / name / f"run{trace.suffix}")
+    traces = [write(tmp_path / "a" / "run.zarr"), write(tmp_path / "b" / "run.h5")]
     folder = run("info", tmp_path)
     assert folder.exit_code == 0, folder.output
     header, *lines = folder.stdout.splitlines()
     assert header.split() == ["trace", "status", "steps", "epochs", "messages", "on", "disk", "problems"]
-    expected = [str(tmp_path / name / f"run{trace.suffix}") for name in ("a", "b")]
+    expected = [str(one) for one in traces]
     assert [line.split()[:9] for line in lines] == [
         [path, "finished", *f"0 to {STEPS - 1}".split(), "0", "to", "1", str(len(messages()))] for path in expected
     ]
@@ -46,7 +45,7 @@ def test_info_of_several(trace: Path, tmp_path: Path) -> None:
     assert [one["messages"] for one in told] == [len(messages())] * 2
     assert told[0]["kinds"] == json.loads(run("info", expected[0], "--json").stdout)["kinds"]
     assert json.loads(run("info", *expected, "--json").stdout) == told
-    assert json.loads(run("info", tmp_path / "*" / f"run{trace.suffix}", "--json").stdout) == told
+    assert json.loads(run("info", tmp_path / "*" / "run*", "--json").stdout) == told
     (tmp_path / "c.h5").write_bytes(b"not what it seems")
     some = run("info", tmp_path)
     assert some.exit_code == 4
@@ -83,28 +82,30 @@ def test_info_counts_what_was_dropped(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("header", "note", "row"),
+    ("header", "notes", "rows"),
     [
-        ({"model": "resnet50"}, None, "model       resnet50"),
-        ({"model": {"modules": 3}}, None, "model       modules 3"),
-        ({"capture": "all"}, None, "capture     all"),
-        ({"argv": 5}, None, "command     5"),
-        ({}, {"problem": "slow"}, "problem     slow"),
-        ({}, {"silent": 3}, "silent      3"),
-        ({}, {"stopped": {"by": "me"}}, "stopped     at me (None): nothing from step None on"),
-        ({"where": "a\nb\x1b[2J"}, None, "where       a\\nb\\x1b[2J"),
+        (
+            {"model": "resnet50", "capture": "all", "argv": 5, "where": "a\nb\x1b[2J", "optimizers": 3, "flight": [1]},
+            [{"problem": "slow"}, {"silent": 3}, {"stopped": {"by": "me"}}, {"schedule": {"global_step": 3}}],
+            [
+                *("model       resnet50", "capture     all", "command     5", "where       a\\nb\\x1b[2J"),
+                *("optimizer   3", "flight      1", "problem     slow", "silent      3", "stopped     by me"),
+                "schedule    global_step 3",
+            ],
+        ),
+        ({"model": {"modules": 3}, "models": [{"name": 1}]}, [], ["model       modules 3", "models      (1)"]),
     ],
 )
 def test_info_of_what_another_writer_says(
-    header: dict[str, object], note: dict[str, object] | None, row: str, tmp_path: Path
+    header: dict[str, object], notes: list[dict[str, object]], rows: list[str], tmp_path: Path
 ) -> None:
     """The header and the notes are up to the writer: whatever stands there is shown on a line."""
     with TraceWriter(tmp_path / "run.zarr", header=header) as writer:
-        if note is not None:
+        for note in notes:
             writer.note(note)
     told = run("info", tmp_path / "run.zarr")
     assert told.exit_code == 0
-    assert row in told.output.splitlines()
+    assert set(rows) <= set(told.output.splitlines())
 
 
 def test_an_interrupted_run_says_so(tmp_path: Path) -> None:
@@ -141,10 +142,10 @@ def test_ls(trace: Path) -> None:
     assert "20×3" in text
 
 
-def test_cat(trace: Path) -> None:
+def test_cat(each_trace: Path) -> None:
     """``cat`` gives the chosen messages in their order, with their numbers."""
     result = run(
-        "cat", trace, "-k", "loss", "-k", "weights", "-m", "conv1", "--steps", "2:8:3", "--json", "--values", "2"
+        "cat", each_trace, "-k", "loss", "-k", "weights", "-m", "conv1", "--steps", "2:8:3", "--json", "--values", "2"
     )
     told = [json.loads(line) for line in result.stdout.splitlines()]
     assert [(one["kind"], one["module"], one["global_step"]) for one in told] == [
@@ -156,7 +157,7 @@ def test_cat(trace: Path) -> None:
         assert message.data is not None
         assert one["values"] == message.data.flatten()[:2].tolist()
         assert one["mean"] == pytest.approx(float(message.data.double().mean()), abs=0)
-    text = run("cat", trace, "-k", "loss", "--steps", "1").stdout
+    text = run("cat", each_trace, "-k", "loss", "--steps", "1").stdout
     assert text == "step 1  loss  float32  scalar  0.5\n"
 
 
@@ -171,11 +172,9 @@ def test_cat_of_a_diverged_loss_and_of_large_integers(tmp_path: Path) -> None:
     assert (count["min"], count["max"]) == (3, 2**53 + 1)
 
 
-@pytest.mark.parametrize(
-    ("steps", "expected"),
-    [("3", [3]), ("3:5", [3, 4]), (":2", [0, 1]), ("10:", [10, 11]), ("1:9:4", [1, 5]), ("::5", [0, 5, 10])],
-)
-def test_steps(trace: Path, steps: str, expected: list[int]) -> None:
+def test_steps(trace: Path) -> None:
     """A range of steps is start inclusive, stop exclusive, stride; each end may be left open."""
-    lines = run("cat", trace, "-k", "loss", "--steps", steps, "--json").stdout.splitlines()
-    assert [json.loads(line)["global_step"] for line in lines] == expected
+    ranges = {"3": [3], "3:5": [3, 4], ":2": [0, 1], "10:": [10, 11], "1:9:4": [1, 5], "::5": [0, 5, 10]}
+    for steps, expected in ranges.items():
+        lines = run("cat", trace, "-k", "loss", "--steps", steps, "--json").stdout.splitlines()
+        assert [json.loads(line)["global_step"] for line in lines] == expected

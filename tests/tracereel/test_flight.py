@@ -9,7 +9,6 @@ import sys
 import textwrap
 from pathlib import Path
 
-import pytest
 from click.testing import CliRunner
 
 import tracer
@@ -146,24 +145,3 @@ def test_with_a_certificate(tmp_path: Path) -> None:
     done = run(tmp_path, "train()", *LOSSES, "--flight-when", "all_zeros", "--certify", "4", "--require-identical")
     assert done.returncode == 0, done.stderr
     assert "certificate: identical" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        (("--flight-before", "3"), "--flight-before is about the flight recorder: give --flight with it"),
-        (("--flight", "--flight-bytes", "900TB"), "does not fit into the memory of this machine, which has"),
-        (("--flight", "--flight-bytes", "some"), "'some' is not a size"),
-        (("--flight", "--flight-when", "sometimes"), "'sometimes'"),
-        (("--flight", "--flight-when", "norm_drift:window=x"), "norm_drift"),
-    ],
-)
-def test_wrong_usage(options: tuple[str, ...], sentence: str, tmp_path: Path) -> None:
-    """One sentence and exit code 2, before the script runs."""
-    (tmp_path / "train.py").write_text("open('ran', 'w')")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path)
-        done = CliRunner().invoke(main, ["record", *options, "train.py"])
-    assert done.exit_code == 2
-    assert sentence in " ".join(done.output.split())
-    assert not (tmp_path / "ran").exists()

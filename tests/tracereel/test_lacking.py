@@ -15,6 +15,7 @@ import pytest
 
 import tracer
 from tests.recording.reenacting.test_reenact import ENVIRONMENT, KEYFRAMES, trace
+from tests.tracereel.command_line import run
 
 SCRIPT = """
 import sys, torch
@@ -149,9 +150,15 @@ def test_what_cannot_be_run_again_is_a_failure_of_its_trace(folder: Path) -> Non
     assert "silent.zarr does not tell its command: give --reenact 'SCRIPT.py [ARGS]'" in silent.stderr
 
 
-@pytest.mark.parametrize(
-    ("specs", "steps", "again"),
-    [
+def test_what_a_trace_has_is_not_run_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only where it lacks something at one of the steps; a full recording lacks nothing."""
+    statistics = [*KEYFRAMES[:2], {"reduce": "statistics", "tags": ["default"]}]
+    (folder / "statistics.json").write_text(json.dumps(statistics))
+    words = ("record", "--config", "statistics.json", "--out", "runs/statistics.zarr", "train.py", "8")
+    assert trace(folder, *words).returncode == 0
+    (folder / "runs/b.zarr").rename(folder / "b.zarr")
+    monkeypatch.chdir(folder)
+    for specs, steps, again in (
         (["spectral_norm"], "13:16", ["a", "statistics"]),  # no weights
         (["spectral_norm"], "9:12", ["a", "statistics"]),  # weights of a keyframe among them
         (["spectral_norm"], "10:11", []),  # those of a keyframe
@@ -160,20 +167,12 @@ def test_what_cannot_be_run_again_is_a_failure_of_its_trace(folder: Path) -> Non
         (["norm:kind=weights"], "9:12", ["a"]),  # the other has statistics
         (["norm:kind=loss"], "9:12", []),
         (["ratio"], "13:16", ["a"]),
-    ],
-)
-def test_what_a_trace_has_is_not_run_again(specs: list[str], steps: str, again: list[str], folder: Path) -> None:
-    """Only where it lacks something at one of the steps; a full recording lacks nothing."""
-    statistics = [*KEYFRAMES[:2], {"reduce": "statistics", "tags": ["default"]}]
-    (folder / "statistics.json").write_text(json.dumps(statistics))
-    words = ("record", "--config", "statistics.json", "--out", "runs/statistics.zarr", "train.py", "8")
-    assert trace(folder, *words).returncode == 0
-    (folder / "runs/b.zarr").rename(folder / "b.zarr")
-    asked = [word for spec in specs for word in ("-s", spec)]
-    done = trace(folder, "batch", "runs", *asked, "--steps", steps, "--reenact", "recorded", "--out", "out", "--plan")
-    found = json.loads(done.stdout)
-    assert [Path(one["trace"]).stem for one in found["reenact"]] == again
-    assert found["failures"] == []
+    ):
+        asked = [word for spec in specs for word in ("-s", spec)]
+        done = run("batch", "runs", *asked, "--steps", steps, "--reenact", "recorded", "--out", "out", "--plan")
+        found = json.loads(done.stdout)
+        assert [Path(one["trace"]).stem for one in found["reenact"]] == again, (specs, steps)
+        assert found["failures"] == []
 
 
 def test_a_script_has_the_threads_of_its_user(folder: Path) -> None:
@@ -185,26 +184,6 @@ def test_a_script_has_the_threads_of_its_user(folder: Path) -> None:
     environment = {**ENVIRONMENT, "OMP_NUM_THREADS": "2"}
     subprocess.run(command, cwd=folder, env=environment, capture_output=True, check=True)
     assert (folder / "threads").read_text() == "2"
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("--reenact", "train.py"), "--reenact needs --steps A:B"),
-        (("--reenact", "train.py", "--steps", "3:"), "--reenact needs --steps A:B"),
-        (("--reenact", "train.py", "--steps", "3:9:2"), "without a stride"),
-        (("--reenact", "gone.py", "--steps", "3:9"), "gone.py is not a file"),
-        (("--reenact", "train.py", "--steps", "3:9", "--part", "0/2"), "--reenact does not go with --part"),
-        (("--reenact", "train.py", "--steps", "3:9", "--pairs", "all"), "--reenact does not go with --pairs"),
-    ],
-)
-def test_refusals_are_one_sentence(words: tuple[str, ...], said: str, recorded: Path) -> None:
-    """Before anything is run."""
-    done = trace(recorded, "batch", "runs", "-s", "norm", "--out", "never", *words)
-    assert done.returncode == 2 or "gone.py" in said
-    assert said in done.stderr
-    assert "Traceback" not in done.stderr
-    assert not (recorded / "never").exists()
 
 
 def test_a_replay_takes_the_recorded_command(folder: Path) -> None:

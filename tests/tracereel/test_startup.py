@@ -75,7 +75,7 @@ main(["ls", {str(SAMPLES / "run.zarr")!r}], standalone_mode=False)
 print(sorted({{home.partition(":")[0] for home in HOMES.values()}} & set(sys.modules)))
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "['tracereel.showing']"
+    assert done.stdout.splitlines()[-1] == "['tracereel.traces']"
 
 
 def test_an_error_about_a_path_imports_no_torch(tmp_path: Path) -> None:

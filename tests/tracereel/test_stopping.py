@@ -9,12 +9,10 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 import tracer
 from analyze.seeing.check import check
 from tests import processes
-from tracereel.main import main
 
 ROOT = Path(__file__).parents[2]
 TRAINING = """
@@ -103,25 +101,6 @@ def test_the_environment_says_so(tmp_path: Path) -> None:
     assert run(tmp_path, "train()", TRACE_RECORD_STOP_ON="error").returncode == 6
     done = run(tmp_path, "train()", "--overwrite", TRACE_RECORD_STOP_ON="error", TRACE_DISABLE="1")
     assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "step 19"), done.stderr
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--stop-on", "bad"], "'bad' is not one of 'note', 'warning', 'error'"),
-        (["--rule", "not_finite"], "--rule says what may stop the training: give --stop-on with it"),
-        (["--stop-on", "error", "--rule", "not_finit"], "did you mean 'not_finite'?"),
-        (["--stop-on", "error", "--rule", "norm"], "norm is a metric and no rule"),
-        (["--stop-on", "error", "--dry-run"], "--dry-run trains nothing that could be stopped"),
-    ],
-)
-def test_wrong_words(tmp_path: Path, options: list[str], said: str) -> None:
-    """A sentence, before the script is run."""
-    script = tmp_path / "train.py"
-    script.write_text("raise SystemExit(9)")
-    done = CliRunner().invoke(main, ["record", *options, str(script)], prog_name="trace")
-    assert done.exit_code == 2, done.output
-    assert said in done.stderr
 
 
 DISTRIBUTED = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -31,6 +32,7 @@ from tests.analyze.batching.batches import SPECS, TROUBLE, counted, damage, said
 from tracer import ModuleMessage, TraceWriter
 from tracer.errors import CaptureError, TraceError, TraceExistsError, UnknownNameError
 from tracereel.main import main
+from tracereel.printing import batch_progress
 
 # -- what is computed, and what is kept --------------------------------------------------------------------------------
 
@@ -332,37 +334,16 @@ def test_the_command(runs: Path, trouble: str, tmp_path: Path) -> None:
     assert "ZeroDivisionError: three is too much" in failing.stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["absent.zarr"], "there is no trace at absent.zarr"),
-        (["{runs}", "--part", "4/4"], "counted from 0"),
-        (["{runs}", "--slurm", "jobs"], "not of the form key=value"),
-        (["{runs}", "--memory", "lots"], "lots"),
-    ],
-)
-def test_wrong_usage_is_told(arguments: list[str], sentence: str, runs: Path, tmp_path: Path) -> None:
-    """One sentence and exit code 2, or 1 for what is not there."""
-    given = [one.format(runs=runs) for one in arguments]
-    done = CliRunner().invoke(main, ["batch", *given, "-s", "norm", "--out", str(tmp_path / "out")])
-    assert done.exit_code in (1, 2)
-    assert sentence in done.stderr
-    assert "Traceback" not in done.output
-
-
 def test_the_live_display_tells_what_happens(runs: Path, trouble: str, tmp_path: Path) -> None:
     """On a terminal: a bar, and a line for each failure."""
-    import io
-
-    from analyze.batching.progress import Live
 
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
 
     terminal = Terminal()
-    with Live(terminal) as live:
-        batch(runs, ["norm", f"{trouble}:Raises"], tmp_path / "out", workers=0, progress=live)
+    with batch_progress(terminal) as progress:
+        batch(runs, ["norm", f"{trouble}:Raises"], tmp_path / "out", workers=0, progress=progress)
     text = " ".join(terminal.getvalue().split())
     assert text.count("failed:") == 3
     assert "ZeroDivisionError" in text

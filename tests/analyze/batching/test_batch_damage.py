@@ -17,8 +17,8 @@ import analyze
 from analyze.batching.batch import batch
 from analyze.batching.folder import folder_at
 from analyze.batching.manifest import read_manifest
-from analyze.batching.parquet import label_of
-from tests.analyze.batching.batches import counted, write
+from analyze.batching.part_files import label_of
+from tests.analyze.batching.batches import TROUBLE, counted, write
 from tracer import TraceReader
 from tracer.errors import TraceCorruptError, TraceNotFoundError, TraceUnreadableError
 from tracereel.main import main
@@ -68,18 +68,27 @@ DAMAGES: dict[str, Damage] = {
 }
 
 
-@pytest.fixture
-def answered(tmp_path: Path, trouble: str) -> tuple[Any, list[Any], Path]:
-    """A function that runs a batch, the answers that replays of its traces give, and the folder of its results."""
-    runs, out = tmp_path / "runs", tmp_path / "out"
-    runs.mkdir()
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], list[Any], Path]:
+    """What a batch of two traces asked, the answers of replays, and a folder with ``runs`` and ``out``."""
+    folder = tmp_path_factory.mktemp("damage")
+    (folder / "trouble.py").write_text(TROUBLE)
+    (folder / "runs").mkdir()
     for seed in range(2):
-        write(runs / f"run{seed}.zarr", steps=3, seed=seed)
-    specs = ["norm:kind=weights", f"{trouble}:Large"]
-    expected = [
-        row for trace in sorted(runs.iterdir()) for spec in specs for row in rows_of(analyze.analyze(trace, spec))
-    ]
-    return (lambda: batch(runs, specs, out, workers=0)), expected, out
+        write(folder / "runs" / f"run{seed}.zarr", steps=3, seed=seed)
+    specs = ["norm:kind=weights", f"{folder / 'trouble.py'}:Large"]
+    traces = sorted((folder / "runs").iterdir())
+    expected = [row for trace in traces for spec in specs for row in rows_of(analyze.analyze(trace, spec))]
+    assert counted(batch(folder / "runs", specs, folder / "out", workers=0)) == (4, 0, 0)
+    return specs, expected, folder
+
+
+@pytest.fixture
+def answered(finished: tuple[list[str], list[Any], Path], tmp_path: Path) -> tuple[Any, list[Any], Path]:
+    """A function that runs the batch again, the answers that replays give, and a folder of the finished batch."""
+    specs, expected, folder = finished
+    out = shutil.copytree(folder / "out", tmp_path / "out")
+    return (lambda: batch(folder / "runs", specs, out, workers=0)), expected, out
 
 
 def rows_of(results: Any) -> list[Any]:
@@ -87,22 +96,20 @@ def rows_of(results: Any) -> list[Any]:
     return [(*row[:-1], np.float64(row.value).tobytes()) for row in results]
 
 
-@pytest.mark.parametrize("what", DAMAGES)
-def test_a_part_that_is_not_as_it_was_written_is_computed_again(answered: Any, what: str) -> None:
+@pytest.mark.parametrize("damages", [tuple(DAMAGES)[:4], tuple(DAMAGES)[4:]])
+def test_a_part_that_is_not_as_it_was_written_is_computed_again(answered: Any, damages: tuple[str, ...]) -> None:
     """Whatever is at its place, it counts as missing, its answers come out as they were, and a note says so."""
     run, expected, out = answered
-    assert counted(run()) == (4, 0, 0)
-    damaged = sorted((out / "parts").iterdir())[1]
-    DAMAGES[what](damaged)
+    parts = sorted((out / "parts").iterdir())
+    for what, part in zip(damages, parts, strict=True):
+        DAMAGES[what](part)
     again = run()
-    assert counted(again) == (1, 3, 0)
+    assert counted(again) == (4, 0, 0)
     assert rows_of(again) == expected
-    assert [note for note in again.notes if "damaged" in note] == (
-        []
-        if what == "gone"
-        else [f"the stored answers of {spec_of(again, damaged)} are damaged, so they are computed again"]
-    )
-    assert damaged.is_file()
+    told = [spec_of(again, part) for what, part in zip(damages, parts, strict=True) if what != "gone"]
+    notes = {note for note in again.notes if "damaged" in note}
+    assert notes == {f"the stored answers of {spec} are damaged, so they are computed again" for spec in told}
+    assert all(part.is_file() for part in parts)
     after = run()
     assert counted(after) == (0, 4, 0)
     assert rows_of(after) == expected
@@ -118,7 +125,6 @@ def spec_of(results: Any, part: Path) -> str:
 def test_a_folder_in_the_place_of_a_part_stays_and_is_told(answered: Any) -> None:
     """It is no file of a batch, so nothing removes it; the answers that cannot be stored are a failure."""
     run, _, out = answered
-    run()
     part = sorted((out / "parts").iterdir())[0]
     part.unlink()
     (part / "mine").mkdir(parents=True)
@@ -128,34 +134,33 @@ def test_a_folder_in_the_place_of_a_part_stays_and_is_told(answered: Any) -> Non
     assert (part / "mine").is_dir()
 
 
-@pytest.mark.parametrize("what", ["gone", "cut off", "a file fewer", "a flipped bit", "of another"])
-def test_large_answers_that_are_not_as_they_were_written_are_computed_again(answered: Any, what: str) -> None:
+@pytest.mark.parametrize("damages", [("gone", "cut off"), ("a file fewer", "a flipped bit"), ("of another", "gone")])
+def test_large_answers_that_are_not_as_they_were_written_are_computed_again(
+    answered: Any, damages: tuple[str, str]
+) -> None:
     """A part's large answers are in a trace of their own, and are a part of what is checked."""
     run, expected, out = answered
-    run()
-    folder = sorted((out / "arrays").iterdir())[0]
-    files = sorted((path for path in folder.rglob("c/*") if path.is_file()), key=lambda path: path.stat().st_size)
-    if what == "gone":
-        shutil.rmtree(folder)
-    elif what == "of another":
-        shutil.rmtree(folder)
-        write(folder, steps=1)
-    else:
-        damages: dict[str, Damage] = {
-            "a file fewer": Path.unlink,
-            "cut off": lambda path: os.truncate(path, path.stat().st_size // 2),
-            "a flipped bit": a_flip,
-        }
-        damages[what](files[-1])
+    for what, folder in zip(damages, sorted((out / "arrays").iterdir()), strict=True):
+        files = sorted((path for path in folder.rglob("c/*") if path.is_file()), key=lambda path: path.stat().st_size)
+        if what in ("gone", "of another"):
+            shutil.rmtree(folder)
+        if what == "of another":
+            write(folder, steps=1)
+        elif what != "gone":
+            change: dict[str, Damage] = {
+                "a file fewer": Path.unlink,
+                "cut off": lambda path: os.truncate(path, path.stat().st_size // 2),
+                "a flipped bit": a_flip,
+            }
+            change[what](files[-1])
     again = run()
-    assert counted(again) == (1, 3, 0)
+    assert counted(again) == (2, 2, 0)
     assert rows_of(again) == expected
 
 
 def test_every_flipped_bit_of_a_part_is_seen(answered: Any) -> None:
     """So are all cuts, and bytes behind the end."""
-    run, _, out = answered
-    run()
+    _, _, out = answered
     for path in sorted((out / "parts").iterdir()):
         data = path.read_bytes()
         assert label_of(data) is not None
@@ -168,7 +173,6 @@ def test_every_flipped_bit_of_a_part_is_seen(answered: Any) -> None:
 def test_no_fault_of_the_folder_changes_an_answer(answered: Any, seeds: range) -> None:
     """Whatever happens to a file below the folder, a batch then gives the answers that replays of the traces give."""
     run, expected, out = answered
-    run()
     kept = out.with_name("kept")
     out.rename(kept)
     for seed in seeds:
@@ -191,7 +195,6 @@ def test_no_fault_of_the_folder_changes_an_answer(answered: Any, seeds: range) -
 def test_a_flipped_bit_of_the_manifest_is_seen(answered: Any, every: int) -> None:
     """A manifest that is not what was written tells nothing; the next batch writes another."""
     run, _, out = answered
-    run()
     data = (out / "manifest.json").read_bytes()
     with folder_at(out) as folder:
         whole = read_manifest(folder)
@@ -236,13 +239,12 @@ def test_rows_that_go_while_they_are_read_are_an_error(answered: Any) -> None:
         list(results)
 
 
-def test_the_command_tells_that_a_part_was_damaged(answered: Any, tmp_path: Path) -> None:
+def test_the_command_tells_that_a_part_was_damaged(answered: Any, finished: Any) -> None:
     """In its line, and in a note on stderr."""
-    run, _, out = answered
-    run()
+    _, _, out = answered
     for path in (out / "parts").iterdir():
         DAMAGES["empty"](path)
-    line = ["batch", str(tmp_path / "runs"), "-s", "norm:kind=weights", "--out", str(out), "--workers", "0"]
+    line = ["batch", str(finished[2] / "runs"), "-s", "norm:kind=weights", "--out", str(out), "--workers", "0"]
     ran = CliRunner().invoke(main, line)
     assert ran.exit_code == 0
     assert "2 parts computed, 0 were there already, 0 failed" in ran.stdout

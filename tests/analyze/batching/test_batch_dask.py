@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import CancelledError, Future
+from functools import partial
 from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace
@@ -59,52 +60,40 @@ def dask_cluster(tmp_path: Path) -> Iterator[tuple[str, list[subprocess.Popen[by
             process.wait()
 
 
-def test_a_dask_cluster_that_loses_a_worker(
-    dask_cluster: tuple[str, list[subprocess.Popen[bytes]]], trouble: str, tmp_path: Path
-) -> None:
-    """On a scheduler with two workers, one of which is killed in the middle, everything is computed."""
-    address, started = dask_cluster
-    trace, out = write(tmp_path / "run.zarr", steps=30), tmp_path / "out"
-    spec = f"{trouble}:Sleeps:seconds=0.05"
-
-    def kill_one(event: Mapping[str, Any]) -> None:
-        if event["event"] == "part" and event["done"] == 5:
-            started[1].kill()
-
-    results = batch(trace, [spec, "norm"], out, scheduler=address, part_bytes=400, progress=kill_one)
-    assert started[1].wait() == -signal.SIGKILL
-    assert counted(results) == (60, 0, 0)
-    assert said(results) == whole([trace], [spec, "norm"])
-    assert counted(batch(trace, [spec, "norm"], out, scheduler=address, part_bytes=400)) == (0, 60, 0)
-
-
-def test_a_dask_scheduler_that_is_gone_is_told(
+def test_a_dask_cluster_that_loses_a_worker_and_the_scheduler(
     dask_cluster: tuple[str, list[subprocess.Popen[bytes]]],
     trouble: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """When the scheduler is killed, it is told in a sentence; what is done is kept, and the rest computed later."""
-    monkeypatch.setattr(clusters, "CONNECT_SECONDS", 3)
+    """Without one of two workers all is computed; without the scheduler it is told, and the rest is computed later."""
     address, started = dask_cluster
     trace, out = write(tmp_path / "run.zarr", steps=30), tmp_path / "out"
-    spec = f"{trouble}:Sleeps:seconds=0.02"
+    specs = [f"{trouble}:Sleeps:seconds=0.05", "norm"]
 
-    def kill_it(event: Mapping[str, Any]) -> None:
-        if event["event"] == "part" and event["done"] == 3:
-            started[0].kill()
+    def kill_after(parts: int, process: subprocess.Popen[bytes], event: Mapping[str, Any]) -> None:
+        if event["event"] == "part" and event["done"] == parts:
+            process.kill()
 
+    results = batch(trace, specs, out, scheduler=address, part_bytes=400, progress=partial(kill_after, 5, started[1]))
+    assert started[1].wait() == -signal.SIGKILL
+    assert counted(results) == (60, 0, 0)
+    assert said(results) == whole([trace], specs)
+    assert counted(batch(trace, specs, out, scheduler=address, part_bytes=400)) == (0, 60, 0)
+
+    monkeypatch.setattr(clusters, "CONNECT_SECONDS", 3)
+    asked: dict[str, Any] = {"traces": trace, "subscribers": specs[0], "out": tmp_path / "other", "part_bytes": 400}
     with pytest.raises(TracerError, match=r"the Dask scheduler at tcp://.* is gone with \d+ tasks left"):
-        batch(trace, spec, out, scheduler=address, part_bytes=400, progress=kill_it)
-    assert json.loads((out / "manifest.json").read_text())["state"] == "interrupted"
+        batch(**asked, scheduler=address, progress=partial(kill_after, 3, started[0]))
+    assert json.loads((tmp_path / "other" / "manifest.json").read_text())["state"] == "interrupted"
     for process in started:
         process.kill()
         process.wait()
-    done = len(list((out / "parts").glob("*.parquet")))
+    done = len(list((tmp_path / "other" / "parts").glob("*.parquet")))
     assert done >= 3
-    results = batch(trace, spec, out, workers=0, part_bytes=400)
+    results = batch(**asked, workers=0)
     assert counted(results) == (30 - done, done, 0)
-    assert said(results) == whole([trace], [spec])
+    assert said(results) == whole([trace], specs[:1])
 
 
 @pytest.fixture
@@ -169,8 +158,21 @@ def test_what_dask_says_of_a_task_is_told() -> None:
 
 
 def test_tasks_without_a_worker_are_given_up(quick_deaths: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the last worker is gone for good, a batch does not wait for ever: a sentence says so."""
-    with contextlib.closing(Dask("local", workers=1)) as dask:
+    """Where the last worker is gone for good, a batch does not wait for ever: a sentence says so.
+
+    A local cluster leaves the default port to others, of which Dask would warn, and warnings are errors here; and as
+    Dask asks no password, scheduler, worker, and the HTTP servers of both listen to this machine only.
+    """
+    psutil = pytest.importorskip("psutil")  # comes with distributed
+    with contextlib.ExitStack() as stack:
+        other = stack.enter_context(socket.socket())
+        with contextlib.suppress(OSError):  # it is taken already
+            other.bind(("127.0.0.1", 8787))
+            other.listen()
+        dask = stack.enter_context(contextlib.closing(Dask("local", workers=1)))
+        here = psutil.Process()
+        sockets = [one for process in (here, *here.children(recursive=True)) for one in process.net_connections("tcp")]
+        assert {one.laddr.ip for one in sockets if one.status == "LISTEN"} == {"127.0.0.1"}
         dask.check()
         dask._cluster.scale(0)
         while dask._client.nthreads():
@@ -205,26 +207,3 @@ def test_options_of_a_cluster(tmp_path: Path) -> None:
     toml.write_text("jobs = ")
     with pytest.raises(MessageError, match="is not TOML"):
         options_of(str(toml))
-
-
-def test_a_local_cluster_leaves_the_default_port_to_others() -> None:
-    """Dask would warn that its port is taken, by another batch for example; warnings are errors here."""
-    pytest.importorskip("distributed", reason="dask is not installed: pip install 'tracereel[cluster]'")
-    with socket.socket() as other:
-        with contextlib.suppress(OSError):  # it is taken already
-            other.bind(("", 8787))
-            other.listen()
-        Dask("local", workers=1).close()
-
-
-def test_a_local_cluster_listens_to_this_machine_only() -> None:
-    """Scheduler, worker, and the HTTP servers of both; Dask asks no password."""
-    pytest.importorskip("distributed", reason="dask is not installed: pip install 'tracereel[cluster]'")
-    psutil = pytest.importorskip("psutil")  # comes with distributed
-    dask = Dask("local", workers=1)
-    try:
-        here = psutil.Process()
-        sockets = [one for process in (here, *here.children(recursive=True)) for one in process.net_connections("tcp")]
-    finally:
-        dask.close()
-    assert {one.laddr.ip for one in sockets if one.status == "LISTEN"} == {"127.0.0.1"}

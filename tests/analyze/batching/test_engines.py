@@ -24,9 +24,8 @@ from analyze.batching import work
 from analyze.batching.batch import BatchResults, batch
 from analyze.batching.batch_plan import BatchPlan, plan_batch
 from analyze.batching.engines import Inline, Processes, cores, environment
-from analyze.batching.folder import folder_at
 from analyze.batching.units import Receipt, Task
-from analyze.batching.work import Work, engine_of, is_as_workers_are, is_for_here, is_small
+from analyze.batching.work import engine_of, is_as_workers_are, is_for_here
 from tests import processes
 from tests.analyze.batching.batches import counted, damage, write
 from tracer import ModuleMessage, TraceWriter
@@ -84,19 +83,20 @@ def bits(stored: Mapping[str, tuple[Any, Any]]) -> str:
 
 
 def test_which_engine_a_batch_gets(runs: Path, mine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is asked for is obeyed; this process first computes small tasks, but none of subscribers of others."""
+    """What is asked for is obeyed; this process computes a small batch, but nothing of subscribers of others."""
 
     def plan(*specs: str, traces: Path = runs) -> BatchPlan:
         return plan_batch(traces, specs, tmp_path / "out", workers=1)
 
     assert type(engine_of(plan("norm"), 0, None, None, None)) is Inline
-    for workers, room in ((None, min(cores(), 3)), (1, 1), (2, 2), (300, 3)):
+    for workers, room in ((1, 1), (2, 2), (300, 3)):
         assert engine_of(plan("norm"), workers, None, None, None).room == room
-    assert is_for_here(plan(*SPECS))
+    assert type(engine_of(plan(*SPECS), None, None, None, None)) is Inline
+    assert engine_of(plan("norm"), None, None, None, 1 << 30).room == min(cores(), 3)
+    assert engine_of(plan(*SPECS, mine), None, None, None, None).room == cores()
     assert not is_for_here(plan(*SPECS, mine))
-    assert all(is_small(task) for task in plan(*SPECS).tasks)
-    write(tmp_path / "large.zarr", steps=200, shape=(160, 160))
-    assert not is_small(plan("norm", traces=tmp_path / "large.zarr").tasks[0])
+    write(tmp_path / "large.zarr", steps=200, shape=(210, 210))
+    assert not is_for_here(plan("norm", traces=tmp_path / "large.zarr"))
     monkeypatch.setattr(work, "find_spec", lambda name: None)
     assert not is_for_here(plan(*SPECS))
 
@@ -112,24 +112,19 @@ GLOBAL: dict[str, tuple[Callable[[Any], Any], Any, Any]] = {
 """What sets something that is global, a value that it may have, and the one that it has."""
 
 
-@pytest.mark.parametrize("name", GLOBAL)
-def test_a_process_that_may_answer_otherwise_computes_nothing(name: str) -> None:
+def test_a_process_that_may_answer_otherwise_computes_nothing() -> None:
     """Whatever a program has set for all of its computations, its workers have not."""
-    change, other, usual = GLOBAL[name]
     assert is_as_workers_are()
-    change(other)
-    try:
-        assert not is_as_workers_are()
-    finally:
-        change(usual)
-
-
-def test_autocast_and_inference_mode_leave_the_work_to_workers() -> None:
-    """As what else is global, while it is on."""
-    with torch.autocast("cpu"):
-        assert not is_as_workers_are()
-    with torch.inference_mode():
-        assert not is_as_workers_are()
+    for name, (change, other, usual) in GLOBAL.items():
+        change(other)
+        try:
+            assert not is_as_workers_are(), name
+        finally:
+            change(usual)
+        assert is_as_workers_are(), name
+    for mode in (torch.autocast("cpu"), torch.inference_mode()):
+        with mode:
+            assert not is_as_workers_are()
     assert is_as_workers_are()
 
 
@@ -194,28 +189,6 @@ def test_damage_is_told_here_as_by_workers(tmp_path: Path) -> None:
 
 
 # -- here --------------------------------------------------------------------------------------------------------------
-
-
-def test_what_takes_longer_than_starting_workers_goes_to_workers(
-    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """This process begins with the smallest tasks, and leaves the others once its time is over."""
-    write(runs / "large.zarr", steps=9)
-    done: list[str] = []
-
-    def two_parts(event: Mapping[str, Any]) -> None:
-        done.append(Path(event["trace"]).name)
-        if len(done) == 2:
-            monkeypatch.setattr(work, "HERE_SECONDS", 0.0)
-
-    planned = plan_batch(runs, "norm", tmp_path / "out", workers=1)
-    with folder_at(tmp_path / "out") as folder:
-        both = Work(planned, folder, two_parts, False)
-        both.run_here()
-        assert (both.left, both.computed) == (2, 2)
-        both.run(Inline())
-    assert (both.left, both.computed) == (0, 4)
-    assert done.index("large.zarr") == 2
 
 
 def test_libraries_that_are_loaded_late_compute_in_one_thread(runs: Path, tmp_path: Path) -> None:
@@ -342,8 +315,9 @@ def parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-@pytest.mark.parametrize("is_waited_for", [True, False])
-@pytest.mark.parametrize("whom", ["the worker", "the fork server"])
+@pytest.mark.parametrize(
+    ("whom", "is_waited_for"), [("the worker", True), ("the worker", False), ("the fork server", True)]
+)
 def test_a_process_that_is_killed_is_replaced(
     whom: str, is_waited_for: bool, one_worker: tuple[Processes, int, list[Task]], tmp_path: Path
 ) -> None:

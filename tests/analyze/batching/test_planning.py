@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -210,24 +209,6 @@ def test_how_each_scope_is_cut(trace: Path, tmp_path: Path) -> None:
     assert cuts("stream", 2 * 8 * 400) == [(("layer0", "layer1"), None), (("layer2",), None)]
     for scope in ("pair", "everything", "something else"):
         assert cuts(scope, 1) == [(None, None)]
-
-
-def test_steps_are_cut_where_chunks_begin(tmp_path: Path) -> None:
-    """A part begins with a chunk where one is near, so that no chunk is read by two parts."""
-    path = tmp_path / "run.zarr"
-    with TraceWriter(path) as writer:
-        for step in range(200):
-            at = {"global_step": step, "train_step": step, "epoch": 0, "module": "fc"}
-            writer.write(ModuleMessage(kind="weights", data=torch.zeros(100, 100), **at))
-    units = plan_trace(path, questions(["norm"]), part_bytes=1 << 20).units
-    with tracer.open(path) as reader:
-        rows = np.arange(len(reader))
-        begins = set(np.flatnonzero(reader.begins_chunk(rows)).tolist())
-    starts = [unit.steps[0] for unit in units if unit.steps is not None]
-    assert len(begins) > 2
-    assert len(starts) == len(units) > 2
-    assert set(starts) <= begins
-    assert all(unit.bytes <= 1 << 20 for unit in units)
 
 
 # -- what goes wrong ---------------------------------------------------------------------------------------------------
