@@ -20,7 +20,7 @@ import torch
 from tests.stores.stored import numbers
 from tracer.errors import TraceCorruptError, TraceError, TraceFormatError, TraceUnreadableError
 from tracer.messaging.messages import ModuleMessage
-from tracer.stores.disk import files as disk_files
+from tracer.stores import disk as disk_files
 from tracer.stores.opening import create_store, open_store
 from tracer.trace.reader import TraceReader
 from tracer.trace.writer import TraceWriter

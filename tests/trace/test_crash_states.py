@@ -191,7 +191,7 @@ def look_at_states(
         place = folder / str(seed)
         place.mkdir()
         small = seed == 0
-        some = (60 if durable else 300) // (8 if quota is None else 1)
+        some = (60 if durable else 336) // (8 if quota is None else 1)
         trial = Trial(
             suffix, durable, compression, seed, each=1 << 14 if small and durable else some,
             most=sys.maxsize if quota is None else quota - seen, messages=3 if small else (24, 24, 24, 150)[seed % 4],

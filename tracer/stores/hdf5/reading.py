@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from tracer.errors import TraceCorruptError, TraceError
 from tracer.format.names import PART
 from tracer.stores.codecs import OVERHEAD, Codec, decode_part
-from tracer.stores.disk.files import PASSING, LocalFile, again, gone
+from tracer.stores.disk import PASSING, LocalFile, again, gone
 from tracer.stores.errors import errno_of, is_unreadable, read_errors, reason
 from tracer.stores.hdf5.datasets import NOT_FILTERED, ChunkPlaces, Dataset, Inspection, attributes
 from tracer.stores.protocols import ReadStore, rows_in
