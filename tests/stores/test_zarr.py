@@ -86,23 +86,17 @@ def damaged(path: Path, **changes: Any) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"codecs": [{"name": "bytes"}, {"name": "pickle"}]},
-        {"codecs": [{"name": "numcodecs.pickle"}]},
-        {"codecs": [{"name": "sharding_indexed", "configuration": {"codecs": [{"name": "evil"}]}}]},
         {"codecs": 7},
         {"codecs": []},
-        {"data_type": "object"},
         {"data_type": "nothing"},
-        {"data_type": {"name": "struct"}},
         {"shape": [-3]},
         {"shape": []},
         {"shape": [2, 2]},
         {"chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [0]}}},
-        {"storage_transformers": [{"name": "evil"}]},
     ],
 )
 def test_zarr_metadata_that_a_trace_never_has(tmp_path: Path, changes: dict[str, Any]) -> None:
-    """Unknown codecs, objects and nonsense in a zarr.json are refused, before anything is read."""
+    """Nonsense in a zarr.json is refused before anything is read; what is not safe, see `test_hostile.py`."""
     path = tmp_path / "store.zarr"
     store = create_store(path)
     store.create("a", dtype="int8", shape=(), chunk_bytes=8)
@@ -111,23 +105,6 @@ def test_zarr_metadata_that_a_trace_never_has(tmp_path: Path, changes: dict[str,
     damaged(path, **changes)
     with pytest.raises(TraceFormatError, match="'a'"):
         open_store(path).read("a", 0, 2)
-
-
-def test_zarr_links_out_of_the_store(tmp_path: Path) -> None:
-    """A link that leads out of the directory is refused, be it an array or a shard."""
-    for name in ("one.zarr", "two.zarr"):
-        store = create_store(tmp_path / name)
-        store.create("a", dtype="int8", shape=(), chunk_bytes=8)
-        store.append("a", np.arange(20, dtype=np.int8))
-        store.close()
-    shard = tmp_path / "two.zarr" / "a" / "c" / "0"
-    shard.unlink()
-    shard.symlink_to(tmp_path / "one.zarr" / "a" / "c" / "0")
-    (tmp_path / "two.zarr" / "b").symlink_to(tmp_path / "one.zarr" / "a")
-    reader = open_store(tmp_path / "two.zarr")
-    for name in ("a", "b"):
-        with pytest.raises(TraceFormatError, match="leads out"):
-            reader.read(name, 0, 2)
 
 
 @pytest.mark.parametrize("linked", ["a", "a/b", "a/b/c", "a/b/c/0", "a/b/zarr.json"])

@@ -204,16 +204,16 @@ def _followed(path: Path, folder: Path, part: str | None, *, damaged: bool) -> R
 
 
 def _open_file(path: Path, *, damaged: bool) -> Hdf5ReadStore:
-    file = LocalFile(path)
+    try:
+        file = LocalFile(path)
+    except OSError as error:
+        raise TraceUnreadableError(f"cannot read {path}: {reason(error)}") from error
     try:
         try:
-            file.hold()
             head = bytearray(HEAD_BYTES)
             file.readinto(memoryview(head), 0)
-        except TraceError:
-            raise
         except OSError as error:
-            raise TraceUnreadableError(f"cannot read {file.path}: {reason(error)}") from error
+            raise TraceUnreadableError(f"cannot read {path}: {reason(error)}") from error
         # stricter than HDF5, which accepts a signature at a later offset, too
         if not head.startswith(SIGNATURE):
             if head.endswith(ROOT):

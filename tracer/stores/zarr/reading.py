@@ -96,7 +96,7 @@ class ZarrReadStore(ReadStore):
     files : Files
         Closed with the store.
     root : mapping, optional
-        The ``zarr.json`` of the root, if it is known.
+        The ``zarr.json`` of the root as it is when the store is opened, where a request for it takes long.
     """
 
     checksums_chunks = True
@@ -215,10 +215,8 @@ class ZarrReadStore(ReadStore):
     def attrs(self, name: str = "") -> dict[str, Any]:
         if name:
             check_name(name)
-        known = None
-        if not name:
-            known, self._root = self._root, None
-        document = self._files.document(name) if known is None else known
+        document = self._root if not name and self._root is not None else self._files.document(name)
+        self._root = self._root if name else None
         attributes = document.get("attributes", {})
         return attributes if isinstance(attributes, dict) else {}
 

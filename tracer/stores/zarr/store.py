@@ -104,7 +104,7 @@ def open(path: Location, *, damaged: bool = False) -> ZarrReadStore:
             if not document and not place.exists():
                 raise TraceNotFoundError(f"there is no trace at {path}")
             _check_root(place, damaged=damaged)
-        store = ZarrReadStore(place, document)
+        store = ZarrReadStore(place, document if place.readers > 1 else None)
         if damaged:
             store.thorough = True
             store.problems += store.damaged_groups()
