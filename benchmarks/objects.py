@@ -26,9 +26,9 @@ import torch
 from obstore.store import MemoryStore
 
 from tracer.messaging.messages import Message, ModuleMessage, NetworkMessage
-from tracer.stores.objects import client
-from tracer.stores.objects.client import PARALLEL, RANGE_BYTES
-from tracer.stores.objects.writing import SHARD_BYTES
+from tracer.stores import objects as client
+from tracer.stores.objects import PARALLEL, RANGE_BYTES
+from tracer.stores.zarr.writing import SHARD_BYTES
 from tracer.trace.reader import TraceReader
 from tracer.trace.writer import TraceWriter
 

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, TypeAlias, final
 
 from tracer.errors import TraceError, TraceExistsError, TraceUnreadableError
 from tracer.format.process import process_start
-from tracer.stores.disk.files import open_file, replacing
+from tracer.stores.disk import open_file, replacing
 from tracer.stores.locations import Anywhere, Url, location
 from tracer.stores.opening import check_writable, remove
 
 if TYPE_CHECKING:
-    from tracer.stores.objects.client import Objects
+    from tracer.stores.objects import Objects
 
 LARGEST = 1 << 40
 """The most bytes that are read of a file on an object store."""
@@ -150,7 +150,7 @@ class ObjectFolder:
 
     def __init__(self, url: Url) -> None:
         check_writable(url / "results.zarr")
-        from tracer.stores.objects.client import Objects
+        from tracer.stores.objects import Objects
 
         self._url = url
         self._objects: Objects = Objects(url)

@@ -13,10 +13,10 @@ from typing import Final
 
 from tracer.errors import CaptureError, TraceNotFoundError, TraceUnreadableError, warn_only
 from tracer.format.names import FORMAT
-from tracer.stores.disk.files import is_there
+from tracer.stores.disk import is_there
 from tracer.stores.locations import SCHEMES, Anywhere, Url, final_of, location, whole_of
 from tracer.stores.opening import STORES
-from tracer.stores.zarr.documents import read_document
+from tracer.stores.zarr.on_disk import read_document
 
 GLOB: Final = frozenset("*?[")
 SUFFIXES: Final = tuple(STORES)
@@ -233,7 +233,7 @@ def _at_url(text: str) -> Iterator[str]:
 def _below_url(url: Url, *, deep: bool = True) -> Iterator[str]:
     if url.is_web:
         raise CaptureError(f"{url}: an http server has no list of what is there; name each trace")
-    from tracer.stores.objects.client import Objects  # imported here, because obstore may not be installed
+    from tracer.stores.objects import Objects  # imported here, because obstore may not be installed
 
     with closing(Objects(url)) as objects:
         names = sorted(objects.names())

@@ -28,7 +28,7 @@ from tests.recording import two_ranks
 from tests.recording.ranks import ROOT, needs_gloo, torchrun, values
 from tracer import Collect, TraceReader
 from tracer.errors import CaptureError
-from tracer.stores.zarr.documents import write_document
+from tracer.stores.zarr.on_disk import DiskFiles
 
 DDP, FSDP = (list(two_ranks.SITUATIONS[which]) for which in ("ddp", "fsdp"))
 
@@ -457,8 +457,9 @@ def test_a_sharded_model_on_one_rank(tmp_path: Path) -> None:
 
 def test_ranks_that_begin_at_once(tmp_path: Path) -> None:
     """Each writes the attributes of the root; none finds that another has taken its file away."""
+    files = DiskFiles(tmp_path)
     with ThreadPoolExecutor(4) as threads:
-        made = [threads.submit(write_document, tmp_path, {"attributes": {"n": n}}, False) for n in range(400)]
+        made = [threads.submit(files.put, "zarr.json", b'{"attributes": {"n": %d}}' % n) for n in range(400)]
         for one in made:
             one.result()
     assert [file.name for file in tmp_path.iterdir()] == ["zarr.json"]

@@ -33,7 +33,7 @@ from tracer import (
     derived,
 )
 from tracer.errors import CaptureError, TraceCorruptError
-from tracer.stores.zarr.reading import _ReadShard
+from tracer.stores.zarr.on_disk import StoredFile
 from tracereel.facts import message_line
 from tracereel.main import main
 
@@ -577,14 +577,14 @@ def test_a_chunk_that_moves_there_and_back_is_read_as_it_is(
         assert [float(one.data[0]) for one in reader.messages()] == [float(n + 1) for n in range(written)]
         write(1)
         assert reader.refresh()
-        known, moved = written, _ReadShard.moved
+        known, moved = written, StoredFile.moved
 
         def commit_meanwhile(shard: Any, chunk: int) -> bool:
             if written == known:
                 write(1)
             return moved(shard, chunk)
 
-        monkeypatch.setattr(_ReadShard, "moved", commit_meanwhile)
+        monkeypatch.setattr(StoredFile, "moved", commit_meanwhile)
         assert [float(one.data[0]) for one in reader.messages(steps=(known - 1, known))] == [float(known)]
         assert reader.refresh()
         assert len(reader.journal) == written

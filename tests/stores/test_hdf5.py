@@ -20,7 +20,7 @@ import torch
 from tests.stores.stored import numbers
 from tracer.errors import TraceCorruptError, TraceError, TraceFormatError, TraceUnreadableError
 from tracer.messaging.messages import ModuleMessage
-from tracer.stores.disk import files as disk_files
+from tracer.stores import disk as disk_files
 from tracer.stores.opening import create_store, open_store
 from tracer.trace.reader import TraceReader
 from tracer.trace.writer import TraceWriter
@@ -313,7 +313,7 @@ def test_a_disk_that_is_too_full_for_the_file(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the writers are forked")
-@pytest.mark.parametrize("part", [None, "rank1"])
+@pytest.mark.parametrize("part", [None, pytest.param("rank1", marks=pytest.mark.slow)])
 def test_killed_at_any_call_while_the_file_is_made(tmp_path: Path, part: str | None) -> None:
     """Whichever call of the system is the last, the trace opens by its name, and has everything."""
     made = set()

@@ -19,7 +19,7 @@ from tracer.format.journal import Column
 from tracer.messaging.messages import ModuleMessage, NetworkMessage
 from tracer.stores.locations import Url, location
 from tracer.stores.opening import create_store, open_store
-from tracer.stores.zarr.shards import chunks_begin
+from tracer.stores.zarr.layout import chunks_begin
 from tracer.trace.claiming import check_target
 from tracer.trace.reader import TraceReader
 from tracer.trace.writer import TraceWriter

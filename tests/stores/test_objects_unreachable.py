@@ -30,7 +30,7 @@ from tracer.upkeep.verify import verify
 
 pytest.importorskip("obstore", reason="obstore reads and writes object stores: pip install 'tracereel[s3]'")
 
-from tracer.stores.objects.client import RETRY_VARIABLE, Objects
+from tracer.stores.objects import RETRY_VARIABLE, Objects
 
 pytestmark = pytest.mark.usefixtures("environment")
 

@@ -28,9 +28,11 @@ from tracer.upkeep.verify import verify
 
 pytest.importorskip("obstore", reason="obstore reads and writes object stores: pip install 'tracereel[s3]'")
 
-from tracer.stores.objects import writing  # it cannot be imported without obstore
-from tracer.stores.objects.client import Objects
-from tracer.stores.objects.writing import ObjectWriteStore
+
+from tracer.stores.objects import Objects  # it cannot be imported without obstore
+from tracer.stores.zarr import on_objects, writing
+from tracer.stores.zarr.on_objects import ObjectFiles
+from tracer.stores.zarr.writing import ZarrWriteStore
 
 pytestmark = pytest.mark.usefixtures("environment")
 
@@ -58,7 +60,7 @@ def test_objects_are_put_once(url: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_what_waits_is_bounded(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shards are put at once, and no more of them than so many bytes."""
-    monkeypatch.setattr(writing, "IN_FLIGHT_BYTES", 300_000)
+    monkeypatch.setattr(on_objects, "IN_FLIGHT_BYTES", 300_000)
     monkeypatch.setattr(writing, "SHARD_BYTES", 100_000)
     active: dict[str, int] = {}
     most: list[int] = []
@@ -167,7 +169,7 @@ def test_two_writers(url: str) -> None:
     found = location(url)
     assert isinstance(found, Url)
     with pytest.raises(TraceExistsError, match="in the meantime"):
-        ObjectWriteStore(Objects(found), None)
+        ZarrWriteStore(ObjectFiles(found))
 
 
 @pytest.mark.parametrize("ending", [pytest.param("", marks=pytest.mark.slow), "raise ValueError('of its own')"])
@@ -246,7 +248,7 @@ def test_two_writers_of_one_part(url: str) -> None:
         pass
     first = create_store(url, part="rank0.attempt1")
     with pytest.raises(TraceExistsError):
-        ObjectWriteStore(Objects(location(url)), "rank0.attempt1")  # type: ignore[arg-type] # an Url
+        ZarrWriteStore(ObjectFiles(location(url)), "rank0.attempt1")  # type: ignore[arg-type] # an Url
     with pytest.raises(TraceExistsError):
         create_store(url, part="rank0.attempt1")
     first.close()

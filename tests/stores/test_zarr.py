@@ -20,10 +20,9 @@ from tracer.errors import (
 )
 from tracer.memory import PAGE
 from tracer.stores.opening import create_store, open_store
-from tracer.stores.zarr import writing as zarr_writing
-from tracer.stores.zarr.documents import write_document
+from tracer.stores.zarr.layout import chunks_begin
+from tracer.stores.zarr.on_disk import DiskFiles
 from tracer.stores.zarr.reading import ZarrReadStore
-from tracer.stores.zarr.shards import chunks_begin
 
 
 @pytest.mark.parametrize("codec", [None, "lz4"])
@@ -32,12 +31,8 @@ def test_metadata_of_an_array_with_gaps_are_not_written_at_each_commit(
 ) -> None:
     """Its zarr.json says more rows than there are until it is closed; a reader gets those that are there."""
     written: list[str] = []
-    write = write_document
-    monkeypatch.setattr(
-        zarr_writing,
-        "write_document",
-        lambda folder, *rest: (written.append(Path(folder).name), write(folder, *rest))[1],
-    )
+    put = DiskFiles.put
+    monkeypatch.setattr(DiskFiles, "put", lambda self, name, data: (written.append(name), put(self, name, data))[1])
     path = tmp_path / "store.zarr"
     store = create_store(path)
     for name, gapless in (("a", False), ("b", True)):
@@ -52,7 +47,7 @@ def test_metadata_of_an_array_with_gaps_are_not_written_at_each_commit(
         assert np.array_equal(reader.read("a", 0, stop), values[:stop])
         assert np.array_equal(plainly(path, "a")[:stop], values[:stop])
     # chunks of ten rows in shards of 128: one and two shards, and four
-    assert (written.count("a"), written.count("b")) == (3, 21)
+    assert (written.count("a/zarr.json"), written.count("b/zarr.json")) == (3, 20)
     assert reader.length("a") == 4 * 1280
     with pytest.raises(TraceCorruptError, match="lacks its chunk"):
         reader.read("a", 3990, 4001 + 10)
@@ -74,7 +69,7 @@ def test_a_trace_is_complete_though_its_arrays_look_longer(tmp_path: Path, monke
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(zarr_writing, "write_document", full)
+        patch.setattr(DiskFiles, "put", full)
         store.close()
     reader = open_store(path)
     assert reader.length("a") == 1280
@@ -91,23 +86,17 @@ def damaged(path: Path, **changes: Any) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"codecs": [{"name": "bytes"}, {"name": "pickle"}]},
-        {"codecs": [{"name": "numcodecs.pickle"}]},
-        {"codecs": [{"name": "sharding_indexed", "configuration": {"codecs": [{"name": "evil"}]}}]},
         {"codecs": 7},
         {"codecs": []},
-        {"data_type": "object"},
         {"data_type": "nothing"},
-        {"data_type": {"name": "struct"}},
         {"shape": [-3]},
         {"shape": []},
         {"shape": [2, 2]},
         {"chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [0]}}},
-        {"storage_transformers": [{"name": "evil"}]},
     ],
 )
 def test_zarr_metadata_that_a_trace_never_has(tmp_path: Path, changes: dict[str, Any]) -> None:
-    """Unknown codecs, objects and nonsense in a zarr.json are refused, before anything is read."""
+    """Nonsense in a zarr.json is refused before anything is read; what is not safe, see `test_hostile.py`."""
     path = tmp_path / "store.zarr"
     store = create_store(path)
     store.create("a", dtype="int8", shape=(), chunk_bytes=8)
@@ -116,23 +105,6 @@ def test_zarr_metadata_that_a_trace_never_has(tmp_path: Path, changes: dict[str,
     damaged(path, **changes)
     with pytest.raises(TraceFormatError, match="'a'"):
         open_store(path).read("a", 0, 2)
-
-
-def test_zarr_links_out_of_the_store(tmp_path: Path) -> None:
-    """A link that leads out of the directory is refused, be it an array or a shard."""
-    for name in ("one.zarr", "two.zarr"):
-        store = create_store(tmp_path / name)
-        store.create("a", dtype="int8", shape=(), chunk_bytes=8)
-        store.append("a", np.arange(20, dtype=np.int8))
-        store.close()
-    shard = tmp_path / "two.zarr" / "a" / "c" / "0"
-    shard.unlink()
-    shard.symlink_to(tmp_path / "one.zarr" / "a" / "c" / "0")
-    (tmp_path / "two.zarr" / "b").symlink_to(tmp_path / "one.zarr" / "a")
-    reader = open_store(tmp_path / "two.zarr")
-    for name in ("a", "b"):
-        with pytest.raises(TraceFormatError, match="leads out"):
-            reader.read(name, 0, 2)
 
 
 @pytest.mark.parametrize("linked", ["a", "a/b", "a/b/c", "a/b/c/0", "a/b/zarr.json"])
@@ -152,7 +124,7 @@ def test_zarr_links_on_the_way(
     (path / linked).rename(elsewhere)
     (path / linked).symlink_to(elsewhere)
     monkeypatch.chdir(tmp_path if root == "store.zarr" else path)
-    reader = ZarrReadStore(Path(root))
+    reader = ZarrReadStore(DiskFiles(Path(root)))
     for _ in range(2):
         if inside:
             assert reader.read("a/b", 0, 20).tolist() == list(range(20))
@@ -280,10 +252,8 @@ def test_zarr_keeps_few_files_open_and_little_garbage(tmp_path: Path) -> None:
     assert all((reader.read(f"a{number}", 0, 90) == number).all() for number in range(200))
 
 
-@pytest.mark.parametrize("piece", [1000, 65536, 1 << 20])
-def test_zarr_chunks_are_read_in_pieces(tmp_path: Path, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However a chunk is cut to be read, its bytes are right, and one that is not is found wherever it is."""
-    monkeypatch.setattr("tracer.stores.zarr.reading.READ_PIECE", piece)
+def test_zarr_damage_anywhere_in_a_large_chunk(tmp_path: Path) -> None:
+    """The bytes of a large chunk are right, and one that is not is found wherever it is."""
     data = np.random.default_rng(0).integers(0, 256, (2, 300_000), np.uint8)
     path = tmp_path / "run.zarr"
     store = create_store(path)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import json
 import os
 import subprocess
@@ -16,14 +14,12 @@ import h5py
 import numpy as np
 import pytest
 import torch
-import zarr
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numcodecs import blosc
 
 import tracer
 from tests.examples import examples
-from tests.stores.stored import DTYPES, numbers
 from tracer.errors import CaptureError, TraceCorruptError, TraceFormatError, UnknownNameError
 from tracer.format import encodings
 from tracer.format.encodings import ENCODINGS
@@ -108,141 +104,13 @@ def test_kinds_and_words_that_are_wrong(tmp_path: Path) -> None:
 # -- stores ----------------------------------------------------------------------------------------------------------
 
 
-def plainly(path: Path, name: str) -> np.ndarray[Any, Any]:
-    """An array as the format's own library reads it, with the plugin that HDF5 needs."""
-    if path.suffix == ".zarr":
-        return np.asarray(zarr.open_group(path, mode="r")[name][...])
-    import hdf5plugin
-
-    assert hdf5plugin.BLOSC_ID == HDF5_FILTER
-    gc.collect()  # a filter is replaced only where no open file uses it, and failures keep files in their frames
-    hdf5plugin.register("blosc", force=True)
-    try:
-        with h5py.File(path, "r") as file:
-            return np.asarray(file[name][...])
-    finally:
-        # it is not to help where there is none; files that other tests left open may still use it
-        gc.collect()
-        with contextlib.suppress(RuntimeError):
-            h5py.h5z.unregister_filter(HDF5_FILTER)
-
-
-@every_format
 @every_codec
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_every_dtype(tmp_path: Path, suffix: str, codec: str, dtype: str) -> None:
-    """Numbers of every dtype come back, smaller on disk, from the store and from the format's own library."""
-    path = tmp_path / f"store{suffix}"
-    values = numbers(dtype, (4000, 3), below=9)  # can be compressed
-    store = create_store(path)
-    store.create("group/array", dtype=dtype, shape=(3,), chunk_bytes=4096, compression=codec)
-    for start in range(0, 4000, 570):
-        store.append("group/array", values[start : start + 570])
-    store.close()
-    reader = open_store(path)
-    assert (reader.dtype("group/array"), reader.row_shape("group/array")) == (dtype, (3,))
-    assert np.array_equal(reader.read("group/array", 0, 4000), values)
-    assert np.array_equal(reader.read("group/array", 1234, 1235), values[1234:1235])
-    assert reader.stored_rows("group/array") >= 4000
-    assert reader.nbytes < values.nbytes + 16384
-    reader.close()
-    assert np.array_equal(plainly(path, "group/array"), values)
-
-
-@every_format
-@settings(max_examples=examples(40), suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
-@given(
-    shape=st.lists(st.integers(1, 5), max_size=3).map(tuple),
-    codec=st.sampled_from(list(CODECS)),
-    dtype=st.sampled_from(DTYPES),
-    chunk_bytes=st.integers(1, 900),
-    appends=st.lists(st.tuples(st.integers(0, 90), st.booleans()), max_size=12),
-    cut=st.tuples(st.floats(0, 1), st.floats(0, 1)),
-)
-def test_appends_and_commits_in_any_order(
-    tmp_path: Path,
-    suffix: str,
-    shape: tuple[int, ...],
-    codec: str,
-    dtype: str,
-    chunk_bytes: int,
-    appends: list[tuple[int, bool]],
-    cut: tuple[float, float],
-) -> None:
-    """However rows are appended and committed, each commit shows all of them, and so does the format's own library."""
-    path = tmp_path / f"store{suffix}"
-    total = sum(count for count, _ in appends)
-    values = numbers(dtype, (total, *shape), below=9)  # can be compressed
-    store = create_store(path, overwrite=True)
-    store.create("a", dtype=dtype, shape=shape, chunk_bytes=chunk_bytes, compression=codec, gapless=True)
-    done = 0
-    for count, commit in appends:
-        store.append("a", values[done : done + count])
-        done += count
-        if commit:
-            store.commit()
-            reader = open_store(path)
-            assert np.array_equal(reader.read("a", 0, reader.length("a")), values[:done])
-            reader.close()
-    store.close()
-    reader = open_store(path)
-    assert (reader.length("a"), reader.stored_rows("a") >= total) == (total, True)
-    low, high = sorted(int(part * total) for part in cut)
-    assert np.array_equal(reader.read("a", low, high), values[low:high])
-    reader.close()
-    assert np.array_equal(plainly(path, "a"), values)
-
-
-@every_format
-@every_codec
-def test_a_reader_that_stays_open(tmp_path: Path, suffix: str, codec: str) -> None:
-    """A reader that was opened early sees what each later commit adds, through chunks that are full and those not."""
-    path = tmp_path / f"store{suffix}"
-    values = numbers("int32", (3000,), below=9)  # can be compressed
-    store = create_store(path)
-    store.create("a", dtype="int32", shape=(), chunk_bytes=400, compression=codec, gapless=True)
-    store.commit()
-    reader = open_store(path)
-    done = 0
-    while done < 3000:
-        store.append("a", values[done : done + 70])
-        done = min(done + 70, 3000)
-        assert reader.length("a") <= done
-        store.commit()
-        assert reader.length("a") == done
-        assert np.array_equal(reader.read("a", 0, done), values[:done])
-        assert np.array_equal(reader.read("a", max(done - 90, 0), done), values[max(done - 90, 0) : done])
-    reader.close()
-    store.close()
-
-
-@every_format
-@every_codec
-def test_rows_larger_than_a_chunk(tmp_path: Path, suffix: str, codec: str) -> None:
-    """Rows that are split into chunks, the last one padded, are compressed part by part, some not compressible."""
-    path = tmp_path / f"store{suffix}"
-    values = numbers("float64", (3, 3, 301, 700), below=9)  # can be compressed
-    values[1] = np.random.default_rng(0).random((3, 301, 700))
-    store = create_store(path)
-    store.create("a", dtype="float64", shape=(3, 301, 700), chunk_bytes=65536, compression=codec)
-    store.append("a", values)
-    store.close()
-    reader = open_store(path)
-    assert np.array_equal(reader.read("a", 0, 3), values)
-    assert np.array_equal(reader.read("a", 1, 2), values[1:2])
-    assert reader.stored_rows("a") >= 3
-    reader.close()
-    assert np.array_equal(plainly(path, "a"), values)
-
-
-@every_format
-@every_codec
-def test_commits_waste_no_space(tmp_path: Path, suffix: str, codec: str) -> None:
+def test_commits_waste_no_space(tmp_path: Path, codec: str) -> None:
     """The last chunk, which every commit writes anew, takes no more than two places however many commits there are."""
     rng = np.random.default_rng(0)
     sizes = []
     for commits in (10, 400):
-        path = tmp_path / f"store{commits}{suffix}"
+        path = tmp_path / f"store{commits}.zarr"
         store = create_store(path)
         store.create("a", dtype="int64", shape=(), chunk_bytes=4096, compression=codec)
         store.commit()
@@ -252,7 +120,7 @@ def test_commits_waste_no_space(tmp_path: Path, suffix: str, codec: str) -> None
             store.commit()
         store.close()
         sizes.append(open_store(path).nbytes - empty)
-    # 6.4 kB of numbers; the index of a shard is 2 kB, and HDF5 takes its metadata in pages
+    # 6.4 kB of numbers; the index of a shard is 2 kB
     assert max(sizes) <= 2 * 4096 + 2 * (4096 + OVERHEAD + 4) + 2100
 
 

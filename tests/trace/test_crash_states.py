@@ -191,7 +191,7 @@ def look_at_states(
         place = folder / str(seed)
         place.mkdir()
         small = seed == 0
-        some = (60 if durable else 300) // (8 if quota is None else 1)
+        some = (60 if durable else 336) // (8 if quota is None else 1)
         trial = Trial(
             suffix, durable, compression, seed, each=1 << 14 if small and durable else some,
             most=sys.maxsize if quota is None else quota - seen, messages=3 if small else (24, 24, 24, 150)[seed % 4],
@@ -212,10 +212,13 @@ def look_at_states(
 @pytest.mark.parametrize(
     ("suffix", "compression", "durable"),
     [
-        *((suffix, "none", durable) for suffix in FORMATS for durable in (True, False)),
-        (".h5", "lz4", True),
-        pytest.param(".h5", "lz4", False, marks=pytest.mark.slow),
-        *(pytest.param(".zarr", "lz4", durable, marks=pytest.mark.slow) for durable in (True, False)),
+        (".zarr", "none", True),
+        (".zarr", "lz4", False),
+        (".h5", "none", True),
+        pytest.param(".zarr", "none", False, marks=pytest.mark.slow),
+        pytest.param(".zarr", "lz4", True, marks=pytest.mark.slow),
+        pytest.param(".h5", "none", False, marks=pytest.mark.slow),
+        *(pytest.param(".h5", "lz4", durable, marks=pytest.mark.slow) for durable in (True, False)),
     ],
 )
 def test_power_failure(

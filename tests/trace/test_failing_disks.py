@@ -96,7 +96,11 @@ def some(calls: int) -> Iterator[int]:
     return (draw.randrange(calls * part // 4, calls * (part + 1) // 4) for part in range(4))
 
 
-@pytest.mark.parametrize(("variant", "error"), [*zip(VARIANTS, ["EIO", "ENOSPC", "EROFS"] * 2, strict=True)])
+@pytest.mark.parametrize(
+    ("variant", "error"),
+    # the slow suite lets every call of every variant fail
+    [(VARIANTS[3], "EIO"), (VARIANTS[4], "ENOSPC"), (VARIANTS[5], "EROFS")],
+)
 def test_every_write_fails_from_some_moment_on(tmp_path: Path, variant: tuple[str, str, bool], error: str) -> None:
     """The process lives, trains to the end with the right losses, and what was acknowledged is there, undamaged."""
     assert sweep(tmp_path, variant, error, some) == 4

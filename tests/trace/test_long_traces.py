@@ -28,7 +28,7 @@ from tracer.format.names import part_name
 from tracer.format.tables import Tables
 from tracer.messaging.messages import Message
 from tracer.stores.opening import open_parts
-from tracer.stores.zarr.reader import ZarrReader
+from tracer.stores.zarr.reading import ZarrReadStore
 
 
 def step_of(number: int, rank: int, attempt: int) -> list[Message]:
@@ -417,13 +417,13 @@ def test_a_wide_summary_is_proven_some_rows_at_a_time(tmp_path: Path, monkeypatc
     small_summaries(monkeypatch, rows=300)
     monkeypatch.setattr(tracer.trace.rows, "PIECE_ROWS", 20)
     interrupted(path, GONE)._store.abandon()
-    read, held = ZarrReader.read, [0]
+    read, held = ZarrReadStore.read, [0]
 
-    def reading(self: ZarrReader, name: str, start: int, stop: int, **options: Any) -> Any:
+    def reading(self: ZarrReadStore, name: str, start: int, stop: int, **options: Any) -> Any:
         held.append((stop - start) * name.endswith("journal"))
         return read(self, name, start, stop, **options)
 
-    monkeypatch.setattr(ZarrReader, "read", reading)
+    monkeypatch.setattr(ZarrReadStore, "read", reading)
     with TraceReader(path) as reader:
         assert (len(reader), reader.problems) == (320, [])
         assert len(reader._parts.shown[0].rows._kept) <= 20

@@ -13,7 +13,8 @@ import pytest
 
 import tracer
 from tests.tracereel.command_line import damage, run, snapshot, write
-from tracer.stores.zarr.shards import CHUNKS_PER_SHARD, chunks_begin
+from tracer.stores.zarr.layout import chunks_begin
+from tracer.stores.zarr.writing import CHUNKS_PER_SHARD
 
 # -- damaged traces -----------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 
 from tracer.errors import TraceCorruptError, TraceError, TraceUnreadableError
-from tracer.stores.disk.files import UNREADABLE
+from tracer.stores.disk import UNREADABLE
 from tracer.stores.locations import Location
 
 OF_HDF5 = (OSError, RuntimeError, ValueError, KeyError)

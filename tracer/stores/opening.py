@@ -6,7 +6,7 @@ import importlib
 import os
 from collections.abc import Mapping, Sequence
 from types import ModuleType
-from typing import Any, Final, Protocol, cast
+from typing import Any, Protocol, cast
 
 from tracer.errors import TraceError, TraceExistsError, TraceFormatError, TraceUnreadableError
 from tracer.stores.locations import Anywhere, Location, Url, location, part_in, whole_of
@@ -14,13 +14,12 @@ from tracer.stores.protocols import ReadStore, WriteStore
 
 STORES: Mapping[str, str] = {".zarr": "zarr", ".h5": "hdf5", ".hdf5": "hdf5"}
 """The formats of traces, by their suffixes."""
-_ON_DISK: Mapping[str, str] = {"zarr": "tracer.stores.zarr.store", "hdf5": "tracer.stores.hdf5.store"}
+_MODULES: Mapping[str, str] = {"zarr": "tracer.stores.zarr.store", "hdf5": "tracer.stores.hdf5.store"}
 """The module for each format, imported when it is first needed."""
-_ON_OBJECT_STORES: Final = "tracer.stores.objects.store"
 
 
 class Backend(Protocol):
-    """The functions of a module that handles one format on disk, or Zarr on object stores."""
+    """The functions of a module that handles one format."""
 
     def create(self, path: Any, *, part: str | None, overwrite: bool, durable: bool) -> WriteStore[Any]:
         """As `create_store`."""
@@ -46,7 +45,7 @@ def exists(path: Location) -> bool:
     TraceError
         If an object store does not answer.
     """
-    return bool(_objects().exists(path)) if isinstance(path, Url) else os.path.lexists(path)
+    return bool(_zarr().exists(path)) if isinstance(path, Url) else os.path.lexists(path)
 
 
 def blank(path: Location) -> bool:
@@ -62,11 +61,11 @@ def remove(url: Url) -> None:
     TraceError
         If they cannot be removed.
     """
-    _objects().remove(url)
+    _zarr().remove(url)
 
 
-def _objects() -> ModuleType:
-    return importlib.import_module(_ON_OBJECT_STORES)
+def _zarr() -> ModuleType:
+    return importlib.import_module(_MODULES["zarr"])
 
 
 def backend_of(path: Location) -> Backend:
@@ -88,7 +87,7 @@ def backend_of(path: Location) -> Backend:
             f"{path}: an HDF5 trace can only be on a disk; copy the file to a disk, or use `trace convert` there, to a "
             "URL that ends in .zarr"
         )
-    return cast(Backend, _objects() if isinstance(path, Url) else importlib.import_module(_ON_DISK[format_name]))
+    return cast(Backend, importlib.import_module(_MODULES[format_name]))
 
 
 def check_writable(path: Location) -> None:

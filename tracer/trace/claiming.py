@@ -21,7 +21,7 @@ from tracer.format.process import process_start
 from tracer.stores.locations import Anywhere, Location, Url, location
 from tracer.stores.opening import blank, check_writable, exists, open_parts, refuse_part, remove_part, store_files
 from tracer.stores.protocols import ReadStore
-from tracer.stores.zarr.shards import WRITER
+from tracer.stores.zarr.layout import WRITER
 from tracer.trace.attempts import seconds
 from tracer.trace.part import lines_to_the_break, lives
 

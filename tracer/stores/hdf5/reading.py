@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from tracer.errors import TraceCorruptError, TraceError
 from tracer.format.names import PART
 from tracer.stores.codecs import OVERHEAD, Codec, decode_part
-from tracer.stores.disk.files import PASSING, LocalFile, again, gone
+from tracer.stores.disk import PASSING, LocalFile, again, gone
 from tracer.stores.errors import errno_of, is_unreadable, read_errors, reason
 from tracer.stores.hdf5.datasets import NOT_FILTERED, ChunkPlaces, Dataset, Inspection, attributes
 from tracer.stores.protocols import ReadStore, rows_in
@@ -44,7 +44,7 @@ class Hdf5ReadStore(ReadStore):
         self.path = file.path
         self.problems = []
         self._file = file
-        self._size = file.size()
+        self._size = file.stat().st_size
         self._datasets: dict[str, Dataset] = {}
         self._hdf5: Any = None
         self._places = ChunkPlaces(partly=damaged)
@@ -72,12 +72,12 @@ class Hdf5ReadStore(ReadStore):
     @property
     def nbytes(self) -> int:
         """Bytes of the file."""
-        return self._file.size()
+        return self._file.stat().st_size
 
     @property
     def modified(self) -> float:
         """When the file was last written."""
-        return self._file.modified()
+        return self._file.stat().st_mtime
 
     def parts(self) -> list[str]:
         groups = {name.partition("/")[0] for name in self._datasets}

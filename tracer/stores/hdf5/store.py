@@ -6,7 +6,6 @@ import contextlib
 import functools
 import os
 import re
-import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,7 +22,7 @@ from tracer.errors import (
     TraceUnreadableError,
 )
 from tracer.format.names import PART
-from tracer.stores.disk.files import LocalFile, again, is_file, is_folder, is_there, listed, shortened
+from tracer.stores.disk import LocalFile, again, is_file, is_folder, is_there, listed, shortened
 from tracer.stores.errors import OF_HDF5, reason, write_errors
 from tracer.stores.hdf5.reading import Hdf5ReadStore
 from tracer.stores.hdf5.writing import Hdf5WriteStore
@@ -156,14 +155,14 @@ def create(path: Path, *, part: str | None = None, overwrite: bool = False, dura
             raise TraceExistsError(f"{path} has a part beside it already, {others[0]}")
     elif old and (file.is_symlink() or not is_file(file) or not h5py.is_hdf5(file)):
         raise TraceExistsError(f"{file} already exists, and is not an HDF5 file that could be overwritten")
-    zarr.prepare(folder, part=part, overwrite=overwrite, durable=durable)
+    place = zarr.cleared(folder, part=part, overwrite=overwrite, durable=durable)
     try:
-        store = Hdf5WriteStore(file, folder, part=part, durable=durable)
+        store = Hdf5WriteStore(file, place, part)
         with write_errors(file):
             _remove_leftovers(file)
             file.unlink(missing_ok=True)
     except BaseException:
-        shutil.rmtree(mine, ignore_errors=True)
+        place.discard()
         raise
     return store
 
@@ -205,16 +204,16 @@ def _followed(path: Path, folder: Path, part: str | None, *, damaged: bool) -> R
 
 
 def _open_file(path: Path, *, damaged: bool) -> Hdf5ReadStore:
-    file = LocalFile(path)
+    try:
+        file = LocalFile(path)
+    except OSError as error:
+        raise TraceUnreadableError(f"cannot read {path}: {reason(error)}") from error
     try:
         try:
-            file.hold()
             head = bytearray(HEAD_BYTES)
             file.readinto(memoryview(head), 0)
-        except TraceError:
-            raise
         except OSError as error:
-            raise TraceUnreadableError(f"cannot read {file.path}: {reason(error)}") from error
+            raise TraceUnreadableError(f"cannot read {path}: {reason(error)}") from error
         # stricter than HDF5, which accepts a signature at a later offset, too
         if not head.startswith(SIGNATURE):
             if head.endswith(ROOT):

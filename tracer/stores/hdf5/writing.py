@@ -18,12 +18,12 @@ import h5py
 from tracer.errors import TraceError
 from tracer.stores.chunks import RowChunks
 from tracer.stores.codecs import HDF5_FILTER, Codec, encode, hdf5_options
-from tracer.stores.disk.files import listed, remove_folder, replacing, sync
+from tracer.stores.disk import listed, remove_folder, replacing, sync
 from tracer.stores.errors import OF_HDF5, write_errors
 from tracer.stores.hdf5.datasets import set_attribute
-from tracer.stores.zarr.documents import write_document
+from tracer.stores.zarr.files import Files
+from tracer.stores.zarr.on_disk import DiskFiles
 from tracer.stores.zarr.reading import ZarrReadStore
-from tracer.stores.zarr.shards import group_document
 from tracer.stores.zarr.writing import ZarrWriteStore
 
 COPIED_BYTES: Final = 16 << 20
@@ -37,17 +37,18 @@ class Hdf5WriteStore(ZarrWriteStore):
     ----------
     file : Path
         The file to make.
-    folder : Path
-        The Zarr trace beside it, whose root or part was just created.
+    files : Files
+        Those of the Zarr trace beside it.
     part : str, optional
         The part to write; other processes may write other parts into the folder.
-    durable : bool
     """
 
     plainly_compressed = False
 
-    def __init__(self, file: Path, folder: Path, *, part: str | None = None, durable: bool = False) -> None:
-        super().__init__(folder, part=part, durable=durable)
+    path: Path
+
+    def __init__(self, file: Path, files: Files, part: str | None = None) -> None:
+        super().__init__(files, part)
         self._file = file
         self._part = part
 
@@ -63,7 +64,7 @@ class Hdf5WriteStore(ZarrWriteStore):
             raise TraceError(f"{error}; the whole trace is in {self.path}, and opens as {self._file}, too") from error
 
     def _make_file(self) -> None:
-        source = ZarrReadStore(self.path)
+        source = ZarrReadStore(DiskFiles(self.path))
         try:
             with replacing(self._file, ".part") as made:
                 with _new_file(made) as file:
@@ -87,7 +88,7 @@ class Hdf5WriteStore(ZarrWriteStore):
             try:
                 self.path.rmdir()
             except OSError:  # another rank has begun its part meanwhile
-                write_document(self.path, group_document(self._groups[""]), self._durable)
+                self._put_group("")
 
 
 @contextlib.contextmanager

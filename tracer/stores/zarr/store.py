@@ -1,103 +1,126 @@
-"""Creates, finds, opens and removes Zarr traces in directories."""
+"""Creates, finds, opens and removes Zarr traces, in folders and on object stores."""
 
 from __future__ import annotations
 
-import shutil
+from contextlib import closing
 from pathlib import Path
 
 from tracer.errors import TraceCorruptError, TraceExistsError, TraceFormatError, TraceNotFoundError
 from tracer.format.names import PART
-from tracer.stores.disk.files import is_folder, is_there, listed, make_folder, remove_folder, remove_leftovers, sync
-from tracer.stores.errors import write_errors
-from tracer.stores.zarr.documents import (
-    TEMPORARY,
-    damaged_groups,
-    disperse,
-    read_document,
-    write_document,
-)
+from tracer.stores.disk import is_folder, is_there
+from tracer.stores.locations import Location, Url
+from tracer.stores.zarr.files import Files
+from tracer.stores.zarr.layout import WRITER, is_group
+from tracer.stores.zarr.on_disk import DiskFiles
 from tracer.stores.zarr.reading import ZarrReadStore
-from tracer.stores.zarr.shards import group_document, is_group
-from tracer.stores.zarr.writing import ZarrWriteStore
+from tracer.stores.zarr.writing import ZarrWriteStore, disperse
 
 
-def create(path: Path, *, part: str | None = None, overwrite: bool = False, durable: bool = False) -> ZarrWriteStore:
+def files_at(path: Location, *, durable: bool = False) -> Files:
+    """The files of a trace; what is put on an object store is durable in any case."""
+    if isinstance(path, Path):
+        return DiskFiles(path, durable=durable)
+    from tracer.stores.zarr.on_objects import ObjectFiles  # imported here, because obstore may not be installed
+
+    return ObjectFiles(path)
+
+
+def create(
+    path: Location, *, part: str | None = None, overwrite: bool = False, durable: bool = False
+) -> ZarrWriteStore:
     """Make a Zarr group at `path`, or the group of a part in it; see `tracer.stores.opening.create_store`."""
-    mine = prepare(path, part=part, overwrite=overwrite, durable=durable)
+    files = cleared(path, part=part, overwrite=overwrite, durable=durable)
     try:
-        return ZarrWriteStore(path, part=part, durable=durable)
+        return ZarrWriteStore(files, part)
     except BaseException:
-        shutil.rmtree(mine, ignore_errors=True)
+        files.discard()
         raise
 
 
-def prepare(path: Path, *, part: str | None, overwrite: bool, durable: bool) -> Path:
-    """Make the folder of a new group, or of a part of it, and return it; raises as `create`."""
-    mine = path if part is None else path / part
-    if is_there(mine) or mine.is_symlink():
-        if not overwrite:
-            raise TraceExistsError.at(mine)
-        ours = (
-            is_folder(mine)
-            and not mine.is_symlink()
-            and (blank(mine) or read_document(mine).get("node_type") == "group")
-        )
-        if not ours:
-            raise TraceExistsError(f"{mine} already exists, and is not a Zarr group that could be overwritten")
-    with write_errors(path):
-        remove_leftovers(path)
-        if is_there(mine):
-            remove_folder(mine, path)
-        if part is not None:
-            # other ranks may create the directory and its root at the same time; only this process creates this part
-            make_folder(path, durable=durable)
-            write_document(path, group_document({}), durable, anew=False)
-        else:
-            make_folder(path.parent, durable=durable)
-        try:
-            mine.mkdir()
-            if durable:
-                sync(mine.parent)
-        except FileExistsError:
-            raise TraceExistsError.at(mine) from None
-    return mine
+def cleared(path: Location, *, part: str | None, overwrite: bool, durable: bool) -> Files:
+    """The files of a new group, or of a part of it, without what was there before; raises as `create`."""
+    files = files_at(path, durable=durable)
+    name = part or ""
+    try:
+        if files.exists(name):
+            place = path / name if name else path
+            if not overwrite:
+                raise TraceExistsError.at(place)
+            if not files.is_group(name):
+                raise TraceExistsError(f"{place} already exists, and is not a Zarr group that could be overwritten")
+        files.remove(name)
+    except BaseException:
+        files.close()
+        raise
+    return files
 
 
-def files(path: Path) -> list[Path]:
-    """The directory itself: it holds all parts of a trace."""
+def files(path: Location) -> list[Location]:
+    """The directory or URL itself: it holds all parts of a trace."""
     return [path]
 
 
-def blank(path: Path) -> bool:
-    """Whether a directory holds only what a process leaves when it is killed while it creates a store."""
-    if not is_folder(path) or path.is_symlink():
+def blank(path: Location) -> bool:
+    """Whether `path` holds only what a process leaves when it is killed while it creates a store."""
+    if isinstance(path, Path) and (not is_folder(path) or path.is_symlink()):
         return False
-    names = {name for name in listed(path) if not TEMPORARY.fullmatch(name)}
-    return not names or (names == {"zarr.json"} and read_document(path) == group_document({}))
+    with closing(files_at(path)) as place:
+        names = place.children()
+        if names != ["zarr.json"]:
+            return not names and isinstance(path, Path)
+        document = place.document("")
+        return is_group(document) and document.get("attributes", {}).keys() <= {WRITER}
 
 
-def remove_part(path: Path, part: str) -> None:
+def remove_part(path: Location, part: str) -> None:
     """Remove the group of a part; see `tracer.stores.opening.remove_part`."""
-    folder = path / part
-    if is_folder(folder) and not folder.is_symlink():
-        with write_errors(path):
-            remove_folder(folder, path)
-            disperse(path, durable=False)
+    with closing(files_at(path)) as place:
+        place.remove(part)
+        disperse(place)
 
 
-def open(path: Path, *, damaged: bool = False) -> ZarrReadStore:
+def exists(url: Url) -> bool:
+    """Whether an object exists at `url` or below it."""
+    with closing(files_at(url)) as place:
+        return place.exists()
+
+
+def remove(url: Url) -> None:
+    """Remove all objects below `url`."""
+    with closing(files_at(url)) as place:
+        place.remove()
+
+
+def open(path: Location, *, damaged: bool = False) -> ZarrReadStore:
     """Open the Zarr group at `path`; see `tracer.stores.opening.open_store`."""
-    if not is_there(path):
+    if isinstance(path, Path) and not is_there(path):
         raise TraceNotFoundError(f"there is no trace at {path}")
-    if not is_folder(path):
+    if isinstance(path, Path) and not is_folder(path):
         raise TraceFormatError(f"{path} is a file; a Zarr trace is a directory")
-    document = read_document(path)
-    if not is_group(document) and not (damaged and any(name.startswith("rank") for name in listed(path))):
-        if any(PART.fullmatch(name.partition("/")[0]) for name in ZarrReadStore(path).names("rank")):
-            raise TraceCorruptError(f"{path}: the zarr.json of the root is not that of a group, but there are arrays")
-        raise TraceFormatError(f"{path} is not a Zarr group of format 3: it has no zarr.json that says so")
-    store = ZarrReadStore(path)
-    if damaged:
-        store.thorough = True
-        store.problems += damaged_groups(path)
-    return store
+    place = files_at(path)
+    try:
+        document = place.document("")
+        if not is_group(document):
+            if not document and not place.exists():
+                raise TraceNotFoundError(f"there is no trace at {path}")
+            _check_root(place, damaged=damaged)
+        store = ZarrReadStore(place, document if place.readers > 1 else None)
+        if damaged:
+            store.thorough = True
+            store.problems += store.damaged_groups()
+        return store
+    except BaseException:
+        place.close()
+        raise
+
+
+def _check_root(place: Files, *, damaged: bool) -> None:
+    """Raise an error for a root that is not that of a group, unless there are parts that may be saved."""
+    web = isinstance(place.location, Url) and place.location.is_web  # HTTP servers list nothing
+    names = [] if web else place.paths()
+    if damaged and any(name.startswith("rank") for name in names):
+        return
+    if any(PART.fullmatch(name.partition("/")[0]) for name in names):
+        why = "the zarr.json of the root is not that of a group, but there are parts of a trace"
+        raise TraceCorruptError(f"{place.location}: {why}")
+    raise TraceFormatError(f"{place.location} is not a Zarr group of format 3: it has no zarr.json that says so")

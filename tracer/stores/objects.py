@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
-import json
 import os
 import re
 import threading
@@ -17,13 +16,11 @@ from typing import Any, Literal, NamedTuple, TypeVar, cast, overload
 from tracer.errors import (
     TraceError,
     TraceExistsError,
-    TraceFormatError,
     TraceNotFoundError,
     TraceUnreachableError,
     TraceUnreadableError,
 )
 from tracer.stores.locations import Url
-from tracer.stores.zarr.shards import CONSOLIDATED, DOCUMENT_LIMIT, as_document
 
 try:
     import obstore
@@ -34,6 +31,8 @@ except ImportError as error:
         f"a trace at a URL needs the package obstore, which cannot be imported ({error}): pip install 'tracereel[s3]'"
     ) from error
 
+GET_BYTES = (16 << 20) + 1
+"""The most bytes of a small object, plus one."""
 PARALLEL = 32
 """The most requests at the same time."""
 IN_FLIGHT_BYTES = 32 << 20
@@ -91,11 +90,6 @@ class ObjectPart(NamedTuple):
     nbytes: int
 
 
-def document_name(name: str) -> str:
-    """The name of the ``zarr.json`` of an array or group."""
-    return f"{name}/zarr.json" if name else "zarr.json"
-
-
 class Objects:
     """The objects below a URL, named relative to it; ``""`` names the object at the URL itself. Thread-safe."""
 
@@ -113,7 +107,7 @@ class Objects:
     def _path(self, name: str) -> str:
         return f"{self._base}/{name}" if name else self._base
 
-    def get(self, name: str, start: int = 0, nbytes: int = DOCUMENT_LIMIT + 1) -> ObjectPart | None:
+    def get(self, name: str, start: int = 0, nbytes: int = GET_BYTES) -> ObjectPart | None:
         """A range of an object, cut at the end of the object; None if the object does not exist."""
         options: Any = {"range": (start, start + nbytes)}
 
@@ -128,11 +122,6 @@ class Objects:
                 raise
 
         return self._ask("read", get, absent=True)
-
-    def document(self, name: str) -> dict[str, Any]:
-        """The ``zarr.json`` of an array or group; empty if it is missing or not a JSON object."""
-        part = self.get(document_name(name))
-        return {} if part is None else as_document(part.data)
 
     def head(self, name: str = "") -> Mapping[str, Any] | None:
         """The metadata of an object (``size``, ``last_modified``, ``e_tag``); None if it does not exist."""
@@ -172,7 +161,7 @@ class Objects:
                 # an earlier try of this request may have put the object, with its answer lost
                 part = self.get(name)
                 if part is None:
-                    raise _VanishedError(_reason(error)) from error
+                    raise _VanishedError(reason_of(error)) from error
                 if bytes(part.data) != data:
                     raise TraceExistsError(f"{self.url} was made by another writer in the meantime") from error
             except NotSupportedError:
@@ -194,9 +183,9 @@ class Objects:
 
         return self._ask("listed", found)
 
-    def names(self) -> list[str]:
-        """The names of objects and folders directly below the URL."""
-        found = self._ask("listed", lambda store: obstore.list_with_delimiter(store, self._base or None))
+    def names(self, prefix: str = "") -> list[str]:
+        """The names of objects and folders directly below the URL, or below a folder there."""
+        found = self._ask("listed", lambda store: obstore.list_with_delimiter(store, self._path(prefix) or None))
         paths = [*found["common_prefixes"], *(one["path"] for one in found["objects"])]
         return [path.rpartition("/")[2] for path in paths]
 
@@ -264,12 +253,6 @@ class Objects:
             if self._store is store:
                 self._store = _connect(self.url, self._parent, self._patience)
 
-    def disperse(self) -> None:
-        """Remove zarr-python's consolidated metadata from the root, because it is out of date after a write."""
-        document = self.document("")
-        if document.pop(CONSOLIDATED, None) is not None:
-            self.put("zarr.json", json.dumps(document).encode())
-
     def submit(self, function: Callable[..., Result], *arguments: Any) -> Future[Result]:
         """Call a function in the thread pool. The function must not wait for another submitted function.
 
@@ -303,21 +286,14 @@ class Objects:
         if threads is not None:
             threads.shutdown(wait=False, cancel_futures=True)
 
-    def array_with_other_codecs(self, name: str) -> Any:
-        """The array opened by zarr-python, which has codecs that this package does not decode."""
-        import zarr
-        from zarr.storage import ObjectStore
-
-        try:
-            store: Any = ObjectStore(_connect(self.url, f"{self.url.key}/{name}", self._patience), read_only=True)
-            return zarr.open_array(store, mode="r", zarr_format=3)
-        except Exception as error:
-            raise TraceFormatError(f"{self.url}: array {name!r} cannot be opened: {_reason(error)}") from error
+    def folder(self, name: str) -> Any:
+        """Obstore's connection to the objects below a name, for other libraries."""
+        return _connect(self.url, f"{self.url.key}/{name}", self._patience)
 
     def _failed(self, what: str, error: Exception) -> TraceUnreadableError:
         if isinstance(error, PreconditionError):
             return TraceUnreadableError(f"{self.url} was overwritten by another writer while it was {what}")
-        return TraceUnreachableError(f"{self.url} cannot be {what}: {_reason(error)}")
+        return TraceUnreachableError(f"{self.url} cannot be {what}: {reason_of(error)}")
 
     def _check_bucket(self, error: Exception) -> None:
         if re.search(r"NoSuchBucket|ContainerNotFound|bucket does not exist", str(error)):
@@ -342,12 +318,12 @@ def _is_of_credentials(error: Exception, answered: bool) -> bool:
     return any(one.search(str(error)) for one in patterns)
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
     """Why a request failed, on one line, without obstore's dump of the request.
 
     Examples
     --------
-    >>> _reason(ValueError("403: <Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"))
+    >>> reason_of(ValueError("403: <Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"))
     'Access Denied (AccessDenied)'
     """
     text = str(error)
@@ -394,7 +370,7 @@ def _connect(url: Url, prefix: str, seconds: float) -> Any:
         root = f"{url.scheme}://{url.bucket}/{prefix}".rstrip("/")
         return HTTPStore.from_url(root, client_options=client, retry_config=retry)
     except (BaseError, ValueError) as error:
-        raise TraceUnreachableError(f"{url} cannot be reached: {_reason(error)}") from error
+        raise TraceUnreachableError(f"{url} cannot be reached: {reason_of(error)}") from error
 
 
 def _aws_credentials(url: Url) -> Any:

@@ -1,4 +1,4 @@
-"""Zarr traces as they are stored, the same on disks and object stores: shards, documents, and the base of writers.
+"""How Zarr traces are stored: the documents that describe arrays and groups, and the indexes of shards.
 
 A shard begins with an index of the offset and size of each chunk. Without it all chunks of the shard would be lost, so
 a copy follows in the next page. A ``zarr.json`` is parsed and checked before any data is read.
@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-import struct
-from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,15 +18,14 @@ from tracer.errors import TraceCorruptError, TraceError, TraceFormatError
 from tracer.format.checksum import crc32c
 from tracer.format.declarations import parsed
 from tracer.memory import PAGE
-from tracer.stores.chunks import Layout, RowChunks, largest_chunk, rows_ahead
+from tracer.stores.chunks import Layout, largest_chunk
 from tracer.stores.codecs import CODECS, Codec, zarr_codec
 from tracer.stores.locations import Location
-from tracer.stores.protocols import WriteStore
 
 DOCUMENT_LIMIT: Final = 16 << 20
 """The most bytes of a zarr.json that are read; parsed, it takes many times as much memory."""
 WRITER: Final = "writer"
-"""The only attribute of a new root on an object store: a random number that identifies the writer that claimed it."""
+"""The only attribute of a new group: a random number that identifies the writer that claimed it."""
 CONSOLIDATED: Final = "consolidated_metadata"
 """Member of a group's ``zarr.json`` with zarr-python's copies of all documents below, which it trusts blindly."""
 _BYTES: Final = {"name": "bytes", "configuration": {"endian": "little"}}
@@ -65,6 +62,11 @@ def array_document(
             }
         ],
     }
+
+
+def document_name(name: str) -> str:
+    """The name of the ``zarr.json`` of an array or group."""
+    return f"{name}/zarr.json" if name else "zarr.json"
 
 
 def as_document(data: bytes | memoryview) -> dict[str, Any]:
@@ -234,139 +236,3 @@ def shard_name(number: int, axes: int) -> str:
     'c/7/0/0'
     """
     return "/".join(["c", str(number), *["0"] * (axes - 1)])
-
-
-class Shard:
-    """A shard being written: its index. Subclasses decide where the chunks lie."""
-
-    __slots__ = ("_entries", "changed", "chunks", "number")
-
-    def __init__(self, number: int, chunks: int) -> None:
-        self.number = number
-        self.chunks = chunks
-        self.changed = False
-        """Whether this index differs from the published one."""
-        # offset and size of each chunk, alternating as in the index
-        self._entries = [MISSING] * (2 * chunks)
-
-    def offset_of(self, place: int) -> int | None:
-        """The offset of a chunk; None if it was not written yet."""
-        offset = self._entries[2 * place]
-        return None if offset == MISSING else offset
-
-    def enter(self, place: int, offset: int, nbytes: int) -> None:
-        """Enter a chunk's offset and its size including the checksum into the index."""
-        self._entries[2 * place] = offset
-        self._entries[2 * place + 1] = nbytes
-        self.changed = True
-
-    def indexes(self) -> bytes:
-        """The first bytes of the shard: the index with its checksum, and the same again at the next page."""
-        data = struct.pack(f"<{len(self._entries)}Q", *self._entries)
-        data += checksum_bytes(data)
-        return data.ljust(second_index(self.chunks), b"\0") + data
-
-
-class GrowingArray:
-    """An array being written: its shards and its ``zarr.json``.
-
-    Parameters
-    ----------
-    name : str
-    rows : RowChunks
-    codec : Codec or None
-    gapless : bool
-        As in `WriteStore.create`.
-    shard_bytes : int, optional
-        The most bytes of chunks in a shard; a larger row has a shard of its own.
-    ahead : int
-        The least number of shards that the ``zarr.json`` of an array with gaps claims.
-    """
-
-    __slots__ = (
-        *("ahead", "attrs", "codec", "end", "gapless", "name", "per_shard", "published", "rows", "shard_rows"),
-        "template",
-    )
-
-    def __init__(
-        self,
-        name: str,
-        rows: RowChunks,
-        codec: Codec | None,
-        *,
-        gapless: bool,
-        shard_bytes: int | None = None,
-        ahead: int = 1,
-    ) -> None:
-        self.name = name
-        self.rows = rows
-        self.codec = codec
-        self.gapless = gapless
-        heights = CHUNKS_PER_SHARD // rows.per_row
-        if shard_bytes is not None:
-            heights = min(heights, shard_bytes // (rows.per_row * rows.chunk_nbytes))
-        heights = max(1, heights)
-        self.per_shard = heights * rows.per_row
-        self.shard_rows = heights * rows.chunk[0]
-        trailing = [count * size for count, size in zip(rows.grid, rows.chunk[1:], strict=True)]
-        self.template = array_document(rows.dtype, rows.chunk, (self.shard_rows, *trailing), codec)
-        self.attrs: dict[str, Any] = {}
-        self.ahead = ahead * self.shard_rows
-        self.end = 0
-        """Number of the last appended row plus one."""
-        self.published = -1
-        """Rows that the ``zarr.json`` claims; -1 if it must be rewritten."""
-
-    def to_publish(self) -> int:
-        """Rows that the zarr.json should claim: rounded up with gaps, to avoid costly rewrites at each commit."""
-        return self.end if self.gapless else rows_ahead(self.end, self.ahead)
-
-    def document(self, rows: int) -> Mapping[str, Any]:
-        """The ``zarr.json`` that claims `rows` rows."""
-        return self.template | {"shape": [rows, *self.rows.row_shape], "attributes": self.attrs}
-
-    def shard_name(self, number: int) -> str:
-        """The path of a shard within the store."""
-        return f"{self.name}/{shard_name(number, len(self.rows.row_shape) + 1)}"
-
-
-A = TypeVar("A", bound=GrowingArray)
-
-
-class ZarrWriter(WriteStore[A]):
-    """A Zarr group being written; see `tracer.stores.protocols.WriteStore`."""
-
-    checksums_chunks = True
-    plainly_compressed = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._groups: dict[str, dict[str, Any]] = {"": {}}
-        # names of arrays and groups with unpublished changes
-        self._changed: dict[str, None] = {}
-        # whether another process has already set the attributes of the root
-        self._joined = False
-
-    def make(self, name: str, rows: RowChunks, codec: Codec | None, gapless: bool) -> None:
-        if name in self.arrays or name in self._groups:
-            raise TraceError(f"{self.path} already has an array or group {name!r}")
-        parts = name.split("/")
-        parents = ["/".join(parts[:depth]) for depth in range(1, len(parts))]
-        if any(parent in self.arrays for parent in parents):
-            raise TraceError(f"{self.path}: {name!r} lies within an array")
-        self._make(name, rows, codec, gapless, [parent for parent in parents if parent not in self._groups])
-
-    @abstractmethod
-    def _make(self, name: str, rows: RowChunks, codec: Codec | None, gapless: bool, groups: list[str]) -> None:
-        """Register an array and the new `groups` above it, which are ordered from the top down."""
-
-    def set_attrs(self, name: str, values: Mapping[str, Any]) -> None:
-        if name == "" and self._joined:
-            return
-        if name in self._groups:
-            self._groups[name].update(values)
-        else:
-            array = self.array(name)
-            array.attrs.update(values)
-            array.published = -1
-        self._changed[name] = None

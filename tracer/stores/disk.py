@@ -298,34 +298,14 @@ class LocalFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file = -1
-
-    @property
-    def descriptor(self) -> int:
-        """The file descriptor; negative while the file is closed."""
-        return self._file
-
-    def hold(self) -> None:
-        """Open the file now at the path, unless it is the open file."""
-        if self._file >= 0:
-            if self.is_current():
-                return
-            self.close()
-        self._file = again(lambda: os.open(self.path, os.O_RDONLY | os.O_CLOEXEC))
+        self._file: OpenFile | None = OpenFile(again(lambda: os.open(path, os.O_RDONLY | os.O_CLOEXEC)))
 
     def is_current(self) -> bool:
         """Whether the open file is still the file at the path."""
-        return os.path.samestat(self._stat(), again(lambda: os.fstat(self._file)))
+        return os.path.samestat(self.stat(), again(lambda: os.fstat(self._descriptor())))
 
-    def size(self) -> int:
-        """Bytes of the file at the path."""
-        return self._stat().st_size
-
-    def modified(self) -> float:
-        """When the file at the path was last written."""
-        return self._stat().st_mtime
-
-    def _stat(self) -> os.stat_result:
+    def stat(self) -> os.stat_result:
+        """What is at the path now."""
         try:
             return again(lambda: os.stat(self.path))
         except (FileNotFoundError, NotADirectoryError) as error:
@@ -335,10 +315,11 @@ class LocalFile:
 
     def readinto(self, target: memoryview, offset: int) -> int:
         """Read bytes from an offset on; returns how many were read."""
-        return read_into(self._file, [target], offset)
+        return read_into(self._descriptor(), [target], offset)
 
     def close(self) -> None:
         """Close the file. Closing again does nothing."""
-        file, self._file = self._file, -1
-        if file >= 0:
-            os.close(file)
+        self._file = None
+
+    def _descriptor(self) -> int:
+        return -1 if self._file is None else self._file.file
