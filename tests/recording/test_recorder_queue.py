@@ -169,10 +169,10 @@ MEMORY = """
             time.sleep(0.02)
             super().write_many(batch)
 
-    bound, size = 32 << 20, int(sys.argv[2])
+    bound, size = 16 << 20, int(sys.argv[2])
     recorder = Recorder(Throttled(sys.argv[1]), queue_bytes=bound)
     before = None
-    for step in range((300 << 20) // size):
+    for step in range((160 << 20) // size):
         data = torch.full((size // 4,), float(step))
         where = dict(global_step=step, train_step=step, epoch=0)
         recorder.receive(ModuleMessage(kind="weights", module="fc", data=data, **where))
@@ -194,7 +194,7 @@ def test_memory_is_bounded(suffix: str, size: int, tmp_path: Path) -> None:
     arguments = [sys.executable, str(script), str(tmp_path / f"run.{suffix}"), str(size)]
     done = processes.run(arguments, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert (done.stdout, done.stderr) == ("done\n", "")
-    assert len(tracer.open(tmp_path / f"run.{suffix}")) == (300 << 20) // size
+    assert len(tracer.open(tmp_path / f"run.{suffix}")) == (160 << 20) // size
 
 
 def test_the_thread_commits_by_itself(tmp_path: Path) -> None:

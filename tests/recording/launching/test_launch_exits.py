@@ -57,7 +57,7 @@ def test_a_signal_leaves_a_closed_trace(tmp_path: Path, number: int, code: int, 
     """A script that is terminated, as a batch system or Ctrl-C does it, leaves a trace that is closed and says so."""
     body = PLAIN.replace("range(2)", "range(10**6)") + "\n"
     path = script(tmp_path, body.replace("for a, b in loader:", "print('.', flush=True)\n    for a, b in loader:"))
-    command = [sys.executable, "-m", "tracereel", "record", "--out", "run.h5", path]
+    command = [sys.executable, "-m", "tracereel", "record", "--out", "run.zarr", path]
     with how(command, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for _ in range(5):
@@ -65,7 +65,7 @@ def test_a_signal_leaves_a_closed_trace(tmp_path: Path, number: int, code: int, 
         process.send_signal(number)
         process.stdout.read()
         assert process.wait(timeout=60) == code
-    with tracer.open(tmp_path / "run.h5") as trace:
+    with tracer.open(tmp_path / "run.zarr") as trace:
         assert trace.status == status
         assert len(trace) > 50
 
@@ -149,8 +149,7 @@ def test_workers_of_an_executor_are_not_waited_for(tmp_path: Path) -> None:
     assert recorded.stdout.endswith("7\n")
 
 
-@pytest.mark.parametrize("joined", [True, False], ids=["joined", "left"])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(("number", "joined"), [(signal.SIGTERM, True), (signal.SIGINT, True), (signal.SIGINT, False)])
 def test_a_signal_while_a_thread_trains(tmp_path: Path, joined: bool, number: int) -> None:
     """The trace is closed and the process ends as it does alone, though the thread has hours to go after SIGTERM."""
     body = AFTERWARDS.replace("    threading.main_thread().join()\n", "")
@@ -158,7 +157,7 @@ def test_a_signal_while_a_thread_trains(tmp_path: Path, joined: bool, number: in
     body += f"one = threading.Thread(target=train, args=({steps},)); one.start()\n" + "one.join()\n" * joined
     path = script(tmp_path, body)
     ends = []
-    for before in ([], ["-m", "tracereel", "record", "--out", "run.h5"]):
+    for before in ([], ["-m", "tracereel", "record", "--out", "run.zarr"]):
         command = [sys.executable, *before, path]
         with processes.Popen(command, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
@@ -174,7 +173,7 @@ def test_a_signal_while_a_thread_trains(tmp_path: Path, joined: bool, number: in
         # Python forgets the interrupt and ends with 1 where the other thread runs a text by exec() after it.
         assert (alone[0] in (-number, 1), recorded[0]) == (True, 130) if joined else (alone[0], recorded[0]) == (0, 0)
         assert alone[1:] == recorded[1:]
-    with tracer.open(tmp_path / "run.h5") as trace:
+    with tracer.open(tmp_path / "run.zarr") as trace:
         told = "failed: KeyboardInterrupt" if joined else "finished"  # which Python only says on stderr
         assert trace.status == ("failed: SystemExit: 143" if number == signal.SIGTERM else told)
         assert trace.select("loss").size >= 20
