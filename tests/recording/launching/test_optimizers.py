@@ -277,39 +277,46 @@ def test_an_adversarial_input_of_the_first_batch_ends_no_step(tmp_path: Path) ->
     assert [value for _, value in losses[3::4]] == last
 
 
-def test_a_head_that_is_added_to_the_optimizer(tmp_path: Path) -> None:
-    """What `add_param_group` brings is observed from then on."""
-    body = """
+ADDED = {
+    "a head that is added to the optimizer, and observed from then on": ("head", [2, 3], [2, 3], """
     net, head = nn.Linear(4, 3), nn.Linear(3, 2); opt = torch.optim.SGD(net.parameters(), lr=0.1)
     for step in range(4):
         if step == 2: opt.add_param_group({"params": head.parameters()})
         loss = F.cross_entropy(net(x), y) if step < 2 else F.mse_loss(head(net(x)), x[:, :2])
-        if step >= 2: print("loss", float(head.weight.detach().sum()))
+        if step >= 2: print("weights", float(head.weight.detach().sum()))
         opt.zero_grad(); loss.backward(); opt.step()
-    """
-    run = recorded(tmp_path, body)
-    kept = [one for one in run.of("weights") if one.key == "head"]
-    assert [(one.global_step, float(one.data.sum())) for one in kept if one.data is not None] == [
-        (step + 2, value) for step, value in enumerate(run.printed("loss"))
-    ]
-    assert [one.global_step for one in run.of("activations") if one.key == "head"] == [2, 3]
-
-
-def test_an_optimizer_that_is_loaded_whole(tmp_path: Path) -> None:
-    """A model and its optimizer from one file are found when the optimizer steps for the first time."""
-    body = """
+    """),
+    "an optimizer and its model from one file, found when it steps for the first time": ("0", [0, 1, 2], [1, 2], """
     net = nn.Sequential(nn.Linear(4, 3)); opt = torch.optim.Adam(net.parameters(), lr=0.1)
     torch.save((net, opt), "both.pt"); del net, opt
     net, opt = torch.load("both.pt", weights_only=False)
     for step in range(3):
-        print("loss", float(net[0].weight.detach().sum()))
+        print("weights", float(net[0].weight.detach().sum()))
         opt.zero_grad(); F.cross_entropy(net(x), y).backward(); opt.step()
-    """
+    """),
+    "an optimizer whose class says that it equals all others": ("", [0, 1, 2], [0, 1, 2], """
+    class Equal(torch.optim.SGD):
+        def __eq__(self, other): return True
+    net = nn.Linear(4, 3); opt = Equal(net.parameters(), lr=0.1)
+    for _ in range(3):
+        print("weights", float(net.weight.detach().sum()))
+        opt.zero_grad(); F.cross_entropy(net(x), y).backward(); opt.step()
+    """),
+}  # fmt: skip
+"""Scripts that print the sum of some weights before each step: of which module, in which steps it is recorded, and in
+which its activations are.
+"""
+
+
+@pytest.mark.parametrize(("key", "steps", "activations", "body"), ADDED.values(), ids=ADDED)
+def test_what_an_optimizer_trains_is_observed(
+    tmp_path: Path, key: str, steps: list[int], activations: list[int], body: str
+) -> None:
+    """However the optimizer comes by it."""
     run = recorded(tmp_path, body)
-    kept = run.of("weights")
-    assert [(one.key, one.global_step) for one in kept] == [("0", step) for step in range(3)]
-    assert [float(one.data.sum()) for one in kept if one.data is not None] == run.printed("loss")
-    assert run.steps("activations") == [1, 2]
+    assert (run.steps("weights", key=key), run.sums("weights", key)) == (steps, run.printed("weights"))
+    assert run.steps("activations", key=key) == activations
+    assert len(run.of("loss")) == (4 if key == "head" else 3)
 
 
 def test_a_group_that_is_added_changes_no_order(tmp_path: Path) -> None:
@@ -329,18 +336,6 @@ def test_a_group_that_is_added_changes_no_order(tmp_path: Path) -> None:
     after = [float((one.data + moved.data).sum()) for one, moved in zip(weights, updates, strict=True)]
     assert after == pytest.approx(run.printed("loss"), rel=1e-5)
     assert len([one for one in run.messages if one.kind == "batch_finished"]) == 6
-
-
-def test_an_optimizer_that_cannot_be_hashed(tmp_path: Path) -> None:
-    """Optimizers are told apart by what they are, whatever a class of the program says of being equal."""
-    body = """
-    class Equal(torch.optim.SGD):
-        def __eq__(self, other): return True
-    net = nn.Linear(4, 3); opt = Equal(net.parameters(), lr=0.1)
-    for _ in range(3): opt.zero_grad(); F.cross_entropy(net(x), y).backward(); opt.step()
-    """
-    run = recorded(tmp_path, body)
-    assert len(run.of("loss")) == len(run.of("weights")) == 3
 
 
 @pytest.mark.parametrize("first", ["outer", "inner"])
