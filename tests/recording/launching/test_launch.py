@@ -22,6 +22,7 @@ from tests.recording.launching.recorded_programs import (
     record_apart,
     record_here,
     script,
+    trace,
 )
 from tracer.observing.capture import Capture
 from tracer.recording.launching.script import lighter_on_evaluation
@@ -364,8 +365,8 @@ def test_a_recorded_script_is_probed(tmp_path: Path) -> None:
     done = record_here(tmp_path, *options, path)
     assert (done.returncode, done.stdout) == (0, alone(tmp_path)), done.stderr
     assert "certificate: identical" in done.stderr
-    with tracer.open(tmp_path / "run.zarr") as trace:
-        steps, values = trace.array("activations", "0", tag="probe")
+    with tracer.open(tmp_path / "run.zarr") as reader:
+        steps, values = reader.array("activations", "0", tag="probe")
         assert steps.tolist() == [2, 4, 6]
         assert values.shape == (3, 10, 8)
     answers = trace(tmp_path, "replay", "--json", "run.zarr", "-s", "svcca:tag=probe")
