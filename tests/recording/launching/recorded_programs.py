@@ -203,8 +203,8 @@ def record_here(folder: Path, *arguments: str) -> Ended:
 
 
 def record(folder: Path, *arguments: str) -> tuple[str, list[tracer.Message]]:
-    """Run ``trace record`` in a folder; what the program printed, and the messages of the trace."""
-    found = Recorded(folder, record_here(folder, *arguments))
+    """Run ``trace record`` in a process of its own; what the program printed, and the messages of the trace."""
+    found = Recorded(folder, record_apart(folder, *arguments))
     return found.stdout, found.messages
 
 

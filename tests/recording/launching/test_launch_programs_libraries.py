@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tracer
-from tests.recording.launching.recorded_programs import alone, epochs, of, printed, record, run, script, values
+from tests.recording.launching.recorded_programs import alone, epochs, of, printed, recorded, run, script, values
 
 
 def needs(*libraries: str) -> pytest.MarkDecorator:
@@ -50,7 +50,8 @@ print("weights", float(sum(p.detach().double().sum() for p in trainer.model.para
 @needs("transformers", "accelerate")
 def test_a_trainer_of_hugging_face(tmp_path: Path) -> None:
     """The micro-batches' losses add up to what the Trainer logs, and so do evaluations'; epochs are its own."""
-    text, messages = record(tmp_path, script(tmp_path, TRAINER))
+    ran = recorded(tmp_path, TRAINER)
+    text, messages = ran.stdout, ran.messages
     assert text == alone(tmp_path)
     losses = of(messages, "loss")
     assert [(one.global_step, one.epoch, one.call) for one in losses] == [
@@ -98,7 +99,8 @@ print("weights", float(sum(p.detach().double().sum() for p in model.parameters()
 @needs("lightning")
 def test_a_trainer_of_lightning(tmp_path: Path) -> None:
     """Losses and labels of each batch, epochs and evaluations, of a Lightning script that knows of no recorder."""
-    text, messages = record(tmp_path, script(tmp_path, LIGHTNING))
+    ran = recorded(tmp_path, LIGHTNING)
+    text, messages = ran.stdout, ran.messages
     assert text == alone(tmp_path)
     losses = of(messages, "loss")
     assert values(losses) == [one / 2 for one in printed(text, "loss")]  # which is what Lightning differentiates
@@ -163,7 +165,8 @@ def test_accelerate(launched: bool, tmp_path: Path) -> None:
         with tracer.open(tmp_path / "run.zarr") as trace:
             messages = list(trace.messages())
     else:
-        text, messages = record(tmp_path, "train.py", "recorded.pt")
+        ran = recorded(tmp_path, ACCELERATE, arguments=["recorded.pt"])
+        text, messages = ran.stdout, ran.messages
         unrecorded = alone(tmp_path, "train.py", "alone.pt")
     assert text == unrecorded
     assert text.endswith("bf16\n" if launched else "no\n")
@@ -181,8 +184,8 @@ def test_accelerate(launched: bool, tmp_path: Path) -> None:
     assert epochs(messages) == [
         (what, epoch, 3 * epoch + step) for epoch in range(3) for what, step in (("started", 0), ("finished", 2))
     ]
-    kept, recorded = (torch.load(tmp_path / f"{name}.pt") for name in ("alone", "recorded"))
-    assert all(torch.equal(*pair) for pair in zip(kept["end"], recorded["end"], strict=True))
+    kept, watched = (torch.load(tmp_path / f"{name}.pt") for name in ("alone", "recorded"))
+    assert all(torch.equal(*pair) for pair in zip(kept["end"], watched["end"], strict=True))
     dtype = torch.bfloat16 if launched else torch.float32
     for place, kind in enumerate(("activations", "layer_gradients")):
         found = [one.data for one in of(messages, kind) if one.key == "2"]
@@ -235,10 +238,11 @@ torch.save({"steps": steps, "end": end}, sys.argv[1])
 @needs("ignite")
 def test_an_engine_of_ignite(tmp_path: Path) -> None:
     """A trainer and an evaluator of PyTorch Ignite, with accumulation: losses, epochs, evaluations and gradients."""
-    text, messages = record(tmp_path, script(tmp_path, IGNITE), "recorded.pt")
+    ran = recorded(tmp_path, IGNITE, arguments=["recorded.pt"])
+    text, messages = ran.stdout, ran.messages
     assert text == alone(tmp_path, "train.py", "alone.pt")
-    kept, recorded = (torch.load(tmp_path / f"{name}.pt") for name in ("alone", "recorded"))
-    assert all(torch.equal(*pair) for pair in zip(kept["end"], recorded["end"], strict=True))
+    kept, watched = (torch.load(tmp_path / f"{name}.pt") for name in ("alone", "recorded"))
+    assert all(torch.equal(*pair) for pair in zip(kept["end"], watched["end"], strict=True))
     losses = of(messages, "loss")
     assert values(losses) == [one / 2 for one in printed(text, "loss")]  # which is what Ignite differentiates
     assert values(of(messages, "loss_terms")) == printed(text, "loss")
