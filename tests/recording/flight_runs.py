@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +83,7 @@ def flights(trace: tracer.TraceReader) -> list[dict[str, Any]]:
     return [note["flight"] for note in trace.notes if "flight" in note]
 
 
-def is_full(path: Path, whole: Path, steps: range, light: Capture = LIGHT) -> None:
+def is_full(path: Path, whole: Path, steps: Sequence[int], light: Capture = LIGHT) -> None:
     """Assert that a trace has some steps as a full recording has them, and of others what a light capture takes."""
     with tracer.open(path) as trace, tracer.open(whole) as full:
         found, expected = list(trace), {key(one): one for one in full}

@@ -3,17 +3,17 @@
 import json
 import os
 import re
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 import tracer
-from tests import processes
+from tests.recording.launching.recorded_programs import Ended, trace
 from tracer import Capture, CaptureError
 from tracer.observing.probes import ProbePlan
 from tracer.observing.profiles import options_of
@@ -47,14 +47,11 @@ def train(path: Path, steps: int = 4, **options: Any) -> tracer.TraceReader:
     return tracer.open(path)
 
 
-def command(folder: Path, *arguments: str, **environment: str) -> tuple[int, str, str]:
+def command(folder: Path, *arguments: str, **environment: str) -> Ended:
     """The exit code, stdout and stderr of ``trace``, in an environment that names no profile."""
-    given = {name: value for name, value in os.environ.items() if name != "TRACE_RECORD_PROFILE"}
-    done = processes.run(
-        [sys.executable, "-m", "tracereel", *arguments],
-        cwd=folder, env={**given, **environment}, capture_output=True, text=True, check=False, timeout=180,
-    )  # fmt: skip
-    return done.returncode, done.stdout, done.stderr
+    with mock.patch.dict(os.environ):
+        os.environ.pop("TRACE_RECORD_PROFILE", None)
+        return trace(folder, *arguments, **environment)
 
 
 def test_record_without_a_capture_is_standard(tmp_path: Path) -> None:

@@ -165,21 +165,6 @@ def test_what_is_kept_is_a_copy() -> None:
     assert outputs[0][0].grad_fn is None
 
 
-def test_backwards_through_in_place_layers() -> None:
-    """Module backward hooks fail here; and of a Linear they would give the gradient of the bias."""
-    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 2))
-    x = torch.randn(5, 4, requires_grad=True)
-    with BackwardInput().children(net) as inputs, BackwardOutput().children(net) as outputs:
-        net(x).square().sum().backward()
-    a = torch.nn.functional.linear(x.detach(), net[0].weight, net[0].bias).detach().requires_grad_()
-    b = a.relu()
-    y = torch.nn.functional.linear(b, net[2].weight, net[2].bias)
-    of_a, of_b, of_y = torch.autograd.grad(y.square().sum(), (a, b, y))
-    assert x.grad is not None
-    assert equal([inputs[0][0], inputs[1][0], inputs[2][0]], [x.grad, of_a, of_b])
-    assert equal([outputs[0][0], outputs[1][0], outputs[2][0]], [of_a, of_b, of_y])
-
-
 class Keyword(nn.Module):
     """Takes two inputs, by name."""
 
@@ -346,19 +331,6 @@ def test_steps_are_those_of_the_optimizer() -> None:
     assert (training.samples(0), evaluation.samples(0), both.samples(0)) == (16, 14, 30)
 
 
-def test_shared_layers_and_several_calls() -> None:
-    """A module that runs twice has two calls in one step, and one slot."""
-    layer = nn.Linear(3, 3)
-    net = nn.Sequential(layer, nn.ReLU(), layer)
-    x = torch.randn(2, 3)
-    with ForwardOutput().children(net) as found:
-        net(x)
-    first = layer(x)
-    assert [one.module for one in found.subrecorders] == ["0", "1"]
-    assert equal(found[0], [first.detach(), layer(first.relu()).detach()])
-    assert found.subrecorders[0].steps == [0, 0]
-
-
 def test_names_that_look_like_globs() -> None:
     """A module is chosen by itself, whatever its name would match."""
     net = nn.ModuleDict({"a*": nn.Linear(2, 2), "ab": nn.Linear(2, 2), "[a]": nn.Linear(2, 2), "a": nn.Linear(2, 2)})
@@ -392,14 +364,9 @@ def test_save_names_what_it_writes(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-@pytest.fixture(params=["run.zarr", "run.h5"])
-def trace(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """Where a trace may be written."""
-    return tmp_path / request.param
-
-
-def test_what_is_recorded_can_be_a_trace(trace: Path) -> None:
+def test_what_is_recorded_can_be_a_trace(tmp_path: Path) -> None:
     """The same tensors, under the same steps, whatever becomes of those in memory; one network in a trace."""
+    trace = tmp_path / "run.zarr"
     net, xs = mlp(), batches(3)
     answers = iter([True, True, False, True] * 3)
     with BackwardOutput(condition=lambda: next(answers), trace=trace).modules(net, indices=[0, 1, 3]) as found:
@@ -423,9 +390,9 @@ def test_what_is_recorded_can_be_a_trace(trace: Path) -> None:
     assert hooks_of(net) == 0
 
 
-def test_removing_ends_writing_to_the_trace(trace: Path) -> None:
+def test_removing_ends_writing_to_the_trace(tmp_path: Path) -> None:
     """A removed module is no longer recorded anywhere."""
-    net = mlp()
+    net, trace = mlp(), tmp_path / "run.zarr"
     with ForwardOutput(trace=trace).children(net) as found:
         net(torch.randn(4, 6))
         found.remove(1)

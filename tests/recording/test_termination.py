@@ -7,7 +7,6 @@ runs in a fresh interpreter, the others in forked ones (`tests.processes`).
 from __future__ import annotations
 
 import gc
-import itertools
 import os
 import signal
 import subprocess
@@ -64,6 +63,13 @@ print("handlers", signal.getsignal(signal.SIGTERM) is (handler if mode.startswit
 """
 
 
+def ended(program: str, *arguments: object, fresh: bool = False) -> subprocess.CompletedProcess[str]:
+    """How a program ends, and what it says."""
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    begin = subprocess.run if fresh else processes.run
+    return begin(command, capture_output=True, text=True, timeout=120, check=False)
+
+
 def terminate(path: Path, mode: str, *, fresh: bool = False) -> tuple[int, list[str]]:
     """Let the program take a few steps, then send it SIGTERM; its exit status and what it printed."""
     command = [sys.executable, "-c", PROGRAM, str(path), mode]
@@ -78,8 +84,7 @@ def terminate(path: Path, mode: str, *, fresh: bool = False) -> tuple[int, list[
         return process.wait(), lines
 
 
-@pytest.mark.parametrize("suffix", [".zarr", ".h5"])
-@pytest.mark.parametrize("mode", ["plain", "fork"])
+@pytest.mark.parametrize(("suffix", "mode"), [(".h5", "plain"), (".zarr", "fork")])
 def test_the_trace_is_closed_and_the_signal_ends_the_process(tmp_path: Path, suffix: str, mode: str) -> None:
     """Nothing is lost of the steps before, though nothing was committed; children are not touched."""
     path = tmp_path / f"run{suffix}"
@@ -137,8 +142,7 @@ else:
 @pytest.mark.parametrize(("way", "end"), [("raises", ([], 143)), ("watch", (["failed: SIGTERM"], -signal.SIGTERM))])
 def test_a_child_that_sets_itself_up_ends_by_the_signal(way: str, end: tuple[list[str], int]) -> None:
     """A pool that ends its workers as soon as they are forked waits for none; the parent still has its handler."""
-    command = [sys.executable, "-c", FORKING, way]
-    done = processes.run(command, stdout=subprocess.PIPE, text=True, timeout=60, check=False)
+    done = ended(FORKING, way)
     child = f"child {-signal.SIGTERM}"
     assert (done.stdout.splitlines(), done.returncode) == ([child, child, "blocked False", *end[0]], end[1])
 
@@ -202,20 +206,13 @@ if how == "SIGTERM":
 WHO = ("recorder", "record", "callback", "recorders", "lazily")
 
 
-def end_without_a_word(path: Path, who: str, how: str, *, fresh: bool = False) -> subprocess.CompletedProcess[str]:
-    """A program that ends, or is ended, while it records."""
-    command = [sys.executable, "-c", UNENDED, str(path), who, how]
-    run = subprocess.run if fresh else processes.run
-    return run(command, capture_output=True, text=True, timeout=120, check=False)
-
-
 @pytest.mark.parametrize(
     ("how", "who", "suffix"),
     [
-        # what returns, in both formats; what raises is told before, and then closed as that
-        pytest.param(how, who, suffix, marks=[] if how == "returns" or odd == (suffix == ".h5") else pytest.mark.slow)
+        # what is begun in each way, in one format; a file of HDF5 is made of a Zarr trace when the recording ends
+        pytest.param(how, who, suffix, marks=[] if (how == "returns") == (suffix == ".h5") else pytest.mark.slow)
         for how in ("returns", "raises")
-        for odd, who in zip(itertools.cycle((False, True)), WHO, strict=False)
+        for who in WHO
         for suffix in (".zarr", ".h5")
     ],
 )
@@ -234,7 +231,7 @@ def test_a_fresh_interpreter_that_fails_closes_what_it_records(tmp_path: Path, w
 def closes_at_its_end(tmp_path: Path, suffix: str, who: str, how: str, *, fresh: bool) -> None:
     """What the tests above say."""
     path = tmp_path / f"run{suffix}"
-    done = end_without_a_word(path, who, how, fresh=fresh)
+    done = ended(UNENDED, path, who, how, fresh=fresh)
     assert done.returncode == (1 if how == "raises" else 0), done.stderr
     assert done.stdout == ("h5py ends beside 0\n" if suffix == ".h5" else "")
     with TraceReader(path) as reader:
@@ -251,7 +248,7 @@ def closes_at_its_end(tmp_path: Path, suffix: str, who: str, how: str, *, fresh:
 def test_sigterm_closes_what_everything_records(tmp_path: Path, who: str) -> None:
     """However it was begun."""
     path = tmp_path / "run.zarr"
-    done = end_without_a_word(path, who, "SIGTERM")
+    done = ended(UNENDED, path, who, "SIGTERM")
     assert done.returncode == -signal.SIGTERM, done.stderr
     with TraceReader(path) as reader:
         assert reader.status == "failed: SIGTERM"
@@ -284,8 +281,7 @@ threading.Thread(target=train).start()
 
 def test_sigterm_does_not_wait_for_threads_that_train(tmp_path: Path) -> None:
     """Where the main thread has ended, and Python (3.12.1) may start no other that would close the trace."""
-    command = [sys.executable, "-c", THREADED, str(tmp_path / "run.zarr")]
-    done = processes.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = ended(THREADED, tmp_path / "run.zarr")
     assert (done.returncode, done.stdout) == (-signal.SIGTERM, ""), done.stderr
     with TraceReader(tmp_path / "run.zarr") as reader:
         assert reader.status == "failed: SIGTERM"
@@ -310,8 +306,7 @@ with termination.raises():
 
 def test_sigterm_is_not_lost_where_python_ignores_exceptions() -> None:
     """What a handler raises in ``__del__``, or where an entry of a ``WeakKeyDictionary`` goes, reaches nobody."""
-    command = [sys.executable, "-c", IGNORED]
-    done = processes.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = ended(IGNORED)
     assert (done.returncode, done.stderr) == (143, "")
 
 
@@ -341,9 +336,8 @@ print(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, termination._closers, 
 @pytest.mark.parametrize("who", ["callback", "recorders"])
 def test_what_has_ended_is_forgotten(tmp_path: Path, who: str) -> None:
     """Neither SIGTERM nor the program's end has anything left to do, and nothing is kept for it."""
-    command = [sys.executable, "-c", AFTERWARDS, str(tmp_path / "run.zarr"), who]
-    done = processes.run(command, stdout=subprocess.PIPE, text=True, timeout=120, check=True)
-    assert done.stdout == "False\nTrue [] {}\n"
+    done = ended(AFTERWARDS, tmp_path / "run.zarr", who)
+    assert (done.returncode, done.stdout) == (0, "False\nTrue [] {}\n"), done.stderr
 
 
 SLOW = """
@@ -430,21 +424,13 @@ else:
 """
 
 
-def end_slowly(path: Path, how: str, *, fresh: bool = False) -> subprocess.CompletedProcess[str]:
-    """A program whose recording takes a second to be written when it ends."""
-    command = [sys.executable, "-c", SLOW, str(path), how]
-    run = subprocess.run if fresh else processes.run
-    return run(command, capture_output=True, text=True, timeout=120, check=False)
-
-
 def losses_in(path: Path) -> tuple[str, list[float]]:
     """The status of a trace, and the losses in it."""
     with TraceReader(path) as reader:
         return reader.status, [float(one.data) for one in reader.messages("loss") if one.data is not None]
 
 
-@pytest.mark.parametrize("suffix", [".zarr", ".h5"])
-@pytest.mark.parametrize("signal_name", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize(("suffix", "signal_name"), [(".h5", "SIGINT"), (".zarr", "SIGTERM")])
 def test_a_program_that_is_interrupted_at_its_end_writes_all(tmp_path: Path, suffix: str, signal_name: str) -> None:
     """What waits is written, once the user presses ^C, or a SLURM job reaches its time limit, and then it ends."""
     writes_all_at_its_end(tmp_path, suffix, signal_name, fresh=(suffix, signal_name) == (".h5", "SIGINT"))
@@ -459,7 +445,7 @@ def test_a_fresh_interpreter_that_is_terminated_at_its_end_writes_all(tmp_path: 
 def writes_all_at_its_end(tmp_path: Path, suffix: str, signal_name: str, *, fresh: bool) -> None:
     """What the tests above say."""
     path = tmp_path / f"run{suffix}"
-    done = end_slowly(path, f"exit {signal_name}", fresh=fresh)
+    done = ended(SLOW, path, f"exit {signal_name}", fresh=fresh)
     assert done.returncode == (0 if signal_name == "SIGINT" else -signal.SIGTERM), done.stderr
     assert ("^C again" in done.stderr) == (signal_name == "SIGINT")
     assert "Traceback" not in done.stderr
@@ -467,11 +453,10 @@ def writes_all_at_its_end(tmp_path: Path, suffix: str, signal_name: str, *, fres
     assert losses_in(path) == (why, [float(step) for step in range(200)])
 
 
-@pytest.mark.parametrize("suffix", [".zarr", ".h5"])
-def test_who_interrupts_twice_does_not_wait(tmp_path: Path, suffix: str) -> None:
+def test_who_interrupts_twice_does_not_wait(tmp_path: Path) -> None:
     """What waits is given up, the trace is closed, and says so."""
-    path = tmp_path / f"run{suffix}"
-    done = end_slowly(path, "exit SIGINT twice")
+    path = tmp_path / "run.h5"
+    done = ended(SLOW, path, "exit SIGINT twice")
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
     status, losses = losses_in(path)
@@ -480,45 +465,41 @@ def test_who_interrupts_twice_does_not_wait(tmp_path: Path, suffix: str) -> None
     assert 0 < len(losses) < 200
 
 
-@pytest.mark.parametrize("suffix", [".zarr", ".h5"])
-def test_sigterm_waits_for_a_trace_that_is_being_closed(tmp_path: Path, suffix: str) -> None:
+def test_sigterm_waits_for_a_trace_that_is_being_closed(tmp_path: Path) -> None:
     """A close that is under way is waited for before the process ends."""
-    path = tmp_path / f"run{suffix}"
-    done = end_slowly(path, "close SIGTERM")
+    path = tmp_path / "run.h5"
+    done = ended(SLOW, path, "close SIGTERM")
     assert (done.returncode, done.stdout) == (-signal.SIGTERM, ""), done.stderr
     assert losses_in(path) == ("finished", [float(step) for step in range(200)])
 
 
-@pytest.mark.parametrize("suffix", [".zarr", ".h5"])
-def test_closing_goes_on_after_an_interrupt(tmp_path: Path, suffix: str) -> None:
+def test_closing_goes_on_after_an_interrupt(tmp_path: Path) -> None:
     """It can be waited for again, and then the place is free for another trace."""
-    done = end_slowly(tmp_path / f"run{suffix}", "close SIGINT")
+    done = ended(SLOW, tmp_path / "run.zarr", "close SIGINT")
     assert (done.returncode, done.stdout) == (0, "interrupted\n"), done.stderr
 
 
 def test_what_interrupts_the_last_answers_ends_the_recording(tmp_path: Path) -> None:
     """Hooks are taken off and the trace is closed, though a receiver was not done."""
     path = tmp_path / "run.zarr"
-    done = end_slowly(path, "finish")
+    done = ended(SLOW, path, "finish")
     assert (done.returncode, done.stdout) == (0, "0 0\n"), done.stderr
     with TraceReader(path) as reader:
         assert reader.status == "failed: KeyboardInterrupt"
 
 
-@pytest.mark.parametrize("suffix", [".zarr", ".h5"])
-def test_a_process_of_multiprocessing_closes_what_it_records(tmp_path: Path, suffix: str) -> None:
+def test_a_process_of_multiprocessing_closes_what_it_records(tmp_path: Path) -> None:
     """It leaves without what atexit does."""
-    path = tmp_path / f"run{suffix}"
-    done = end_slowly(path, "child")
+    path = tmp_path / "run.h5"
+    done = ended(SLOW, path, "child")
     assert done.returncode == 0, done.stderr
     assert len(losses_in(path)[1]) == 200
 
 
-@pytest.mark.parametrize("suffix", [".zarr", ".h5"])
-def test_functions_of_the_program_may_end_what_it_records(tmp_path: Path, suffix: str) -> None:
+def test_functions_of_the_program_may_end_what_it_records(tmp_path: Path) -> None:
     """They come before ours, so that they may record, too."""
-    path = tmp_path / f"run{suffix}"
-    done = end_slowly(path, "own")
+    path = tmp_path / "run.h5"
+    done = ended(SLOW, path, "own")
     assert done.returncode == 0, done.stderr
     with TraceReader(path) as reader:
         assert reader.status == "finished"

@@ -65,6 +65,27 @@ def trainer(work: Callable[[Message, nn.Module], object] | None = None, kind: st
     return train
 
 
+def looping(
+    steps: int = 4,
+    after: Callable[[nn.Module, int], object] = lambda model, step: None,
+    factor: Callable[[int], float] = lambda step: 1.0,
+    **settings: Any,
+) -> Any:
+    """A training that takes some steps, and does something after each; its losses have a factor."""
+
+    def train(record: Any) -> None:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with record(model, optimizer, **settings):
+            for step in range(steps):
+                optimizer.zero_grad()
+                (model(torch.randn(5, 4)).sum() * factor(step)).backward()
+                optimizer.step()
+                after(model, step)
+
+    return train
+
+
 def test_recording_changes_nothing() -> None:
     """Everything is compared after each step; the overhead is measured; the generators are as they were."""
     before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()  # noqa: NPY002
@@ -181,18 +202,8 @@ def test_a_receiver_that_changes_the_optimizer_is_found_out() -> None:
 
 def test_a_training_that_differs_by_itself_is_nondeterministic() -> None:
     """It is no fault of the recorder's, and the verdict says so, and from which step on."""
-    count = itertools.count()
-
-    def train(record: Any) -> None:
-        model, number = net(), next(count)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with record(model, optimizer):
-            for step in range(4):
-                optimizer.zero_grad()
-                (model(torch.randn(5, 4)).sum() * (1 + number * (step == 2))).backward()
-                optimizer.step()
-
-    certificate = tracer.certify(train, steps=4)
+    count = itertools.count()  # of all steps, of which each run takes four
+    certificate = tracer.certify(looping(factor=lambda step: 1 + next(count) // 4 * (step == 2)), steps=4)
     assert (certificate.verdict, certificate.step) == ("nondeterministic", 2), certificate
     assert any(one.startswith("parameter") for one in certificate.differing)
     assert "two runs without a recorder differ" in certificate.reason
@@ -224,43 +235,24 @@ def test_a_run_that_is_shorter() -> None:
 def test_a_training_that_fails() -> None:
     """Without a recorder: that is told. With one only: it is a difference. Without a step: nothing is compared."""
 
-    def failing(record: Any) -> None:
-        model = net()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with record(model, optimizer):
-            model(torch.randn(5, 4)).sum().backward()
-            optimizer.step()
-            raise RuntimeError("out of data")
+    def fail(model: nn.Module, step: int) -> None:
+        raise RuntimeError("out of data")
 
-    certificate = tracer.certify(failing)
+    certificate = tracer.certify(looping(after=fail))
     assert certificate.verdict == "failed"
     assert certificate.reason == "without a recorder the training failed after step 0: RuntimeError: out of data"
 
-    def sensitive(record: Any) -> None:
-        model = net()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with record(model, optimizer):
-            for step in range(3):
-                model(torch.randn(5, 4)).sum().backward()
-                optimizer.step()
-                if step == 1 and model[0]._forward_hooks:
-                    raise RuntimeError("I am watched")
+    def notice(model: Any, step: int) -> None:
+        if step == 1 and model[0]._forward_hooks:
+            raise RuntimeError("I am watched")
 
-    certificate = tracer.certify(sensitive)
+    certificate = tracer.certify(looping(3, notice))
     assert certificate.verdict == "different"
     assert "with a recorder the training failed after step 1" in certificate.reason
     assert "I am watched" in certificate.reason
 
     assert tracer.certify(lambda record: None).verdict == "failed"
-
-    def unmatched(record: Any) -> None:
-        model = net()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with record(model, optimizer, capture=Capture(modules="encoder.*")):
-            model(torch.randn(5, 4)).sum().backward()
-            optimizer.step()
-
-    certificate = tracer.certify(unmatched)
+    certificate = tracer.certify(looping(capture=Capture(modules="encoder.*")))
     assert certificate.verdict == "failed"
     assert "matches no module" in certificate.reason
 
@@ -315,12 +307,7 @@ def test_a_training_that_exits_does_not_end_its_caller(code: int | None, verdict
     """As scripts do: status 0 is an end, another one a failure."""
 
     def train(record: Any) -> None:
-        model = nn.Linear(3, 2)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with record(model, optimizer):
-            for _ in range(2):
-                model(torch.randn(4, 3)).sum().backward()
-                optimizer.step()
+        looping(2)(record)
         sys.exit(code)
 
     certificate = tracer.certify(train, steps=5)
@@ -330,33 +317,14 @@ def test_a_training_that_exits_does_not_end_its_caller(code: int | None, verdict
 @pytest.mark.filterwarnings("ignore:the recording to")
 def test_steps_that_a_bound_leaves_out_do_not_count_as_recorded() -> None:
     """The overhead would be said to be that of recorded steps."""
-
-    def train(record: Any) -> None:
-        model = nn.Linear(3, 2)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with record(model, optimizer, stop_at_bytes=1000):
-            for _ in range(4):
-                model(torch.randn(4, 3)).sum().backward()
-                optimizer.step()
-
-    certificate = tracer.certify(train, steps=4)
+    certificate = tracer.certify(looping(stop_at_bytes=1000), steps=4)
     assert certificate.identical, certificate
     assert (certificate.overhead["steps"], certificate.overhead["recorded_steps"]) == (3, 0)
 
 
 def test_mean_where_only_some_steps_are_recorded() -> None:
     """A median would leave out the recorded steps: then the means are compared, and how many they are is told."""
-
-    def train(record: Any) -> None:
-        model = net()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with record(model, optimizer, capture=Capture(every=3)):
-            for _ in range(8):
-                optimizer.zero_grad()
-                model(torch.randn(5, 4)).sum().backward()
-                optimizer.step()
-
-    overhead = tracer.certify(train, steps=8).overhead
+    overhead = tracer.certify(looping(8, capture=Capture(every=3)), steps=8).overhead
     assert (overhead["steps"], overhead["recorded_steps"], overhead["average"]) == (7, 2, "mean")
 
 

@@ -23,6 +23,7 @@ from click.testing import CliRunner
 
 import tracer
 from tests import processes
+from tests.recording.launching.recorded_programs import begin, record_apart, record_here
 from tracer import Certificate
 from tracer.recording.certifying.rehearsal import Request, certify_script, rehearse
 from tracer.recording.launching.program import Program
@@ -53,19 +54,11 @@ def train(after=lambda step: None):
 
 def record(
     folder: Path, body: str, *options: str, head: str = HEAD, fresh: bool = False
-) -> tuple[subprocess.CompletedProcess[str], dict[str, Any] | None]:
+) -> tuple[Any, dict[str, Any] | None]:
     """Run ``trace record`` on a script; what it did, and the certificate in the trace."""
     (folder / "train.py").write_text(head + textwrap.dedent(body))
-    run = subprocess.run if fresh else processes.run
-    done = run(
-        [sys.executable, "-m", "tracereel", "record", "--out", "run.zarr", *options, "train.py"],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
+    words = (*options, "train.py")
+    done = record_apart(folder, *words, fresh=True) if fresh else record_here(folder, *words)
     if not (folder / "run.zarr").exists():
         return done, None
     with tracer.open(folder / "run.zarr") as trace:
@@ -278,16 +271,7 @@ dist.destroy_process_group()
 def test_ranks_certify_a_training_of_their_own(tmp_path: Path) -> None:
     """By the function, in their script: each compares its own bits, and the trace keeps the certificate."""
     (tmp_path / "train.py").write_text(RANKS)
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = processes.run(
-        [sys.executable, *launch, "train.py"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
+    done = begin(tmp_path, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py")
     assert done.returncode == 0, done.stderr
     with tracer.open(tmp_path / "run.zarr") as trace:
         assert (trace.ranks, trace.problems) == ([0, 1], [])

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -13,10 +10,8 @@ from typing import Any
 import pytest
 
 import tracer
-from tests import processes
+from tests.recording.launching.recorded_programs import Ended, trace
 from tracer.recording.certifying.rehearsal import _due
-
-ROOT = Path(__file__).parents[3]
 
 SCRIPT = """
 import os, sys, torch
@@ -35,37 +30,16 @@ if "TRACE_REHEARSAL" in os.environ: open("told", "w").write(os.environ["TRACE_RE
 """
 
 
-def record(folder: Path, *arguments: str, body: str = SCRIPT) -> subprocess.CompletedProcess[str]:
-    """Run ``trace record`` in a folder and wait."""
+def record(folder: Path, *arguments: str, body: str = SCRIPT) -> Ended:
+    """Run ``trace record`` in a folder."""
     (folder / "train.py").write_text(textwrap.dedent(body))
-    return processes.run(
-        [sys.executable, "-m", "tracereel", "record", *arguments],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
+    return trace(folder, "record", *arguments)
 
 
 @pytest.mark.parametrize("burst", [1, 3])
 def test_what_it_says_is_what_is_recorded(tmp_path: Path, burst: int) -> None:
     """Streams, shapes, dtypes, counts and bytes are those of the recording; also of steps that come much later."""
-    options = [
-        "--every",
-        "7",
-        "--burst",
-        str(burst),
-        "--start",
-        "20",
-        "--stop",
-        "60",
-        "--rows",
-        "2",
-        "--dtype",
-        "float16",
-    ]
+    options = f"--every 7 --burst {burst} --start 20 --stop 60 --rows 2 --dtype float16".split()
     done = record(tmp_path, *options, "--dry-run", "--json", "--run-steps", "100", "train.py", "100")
     assert done.returncode == 0, done.stderr
     assert sorted(one.name for one in tmp_path.iterdir()) == ["train.py"]
@@ -105,11 +79,8 @@ def test_several_captures_and_a_bound(tmp_path: Path) -> None:
     done = record(tmp_path, *options, "--dry-run", "--json", "train.py", "600")
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
-    assert [(one["kind"], one["module"], one["every"]) for one in told["streams"]] == [
-        ("activations", "0", 5),
-        ("weights", "0", 1),
-        ("weights", "3", 1),
-    ]
+    found = [(one["kind"], one["module"], one["every"]) for one in told["streams"]]
+    assert found == [("activations", "0", 5), ("weights", "0", 1), ("weights", "3", 1)]
     assert told["bytes_per_run"] is None
     assert told["stop_at_bytes"] == 1_000_000
 
@@ -158,23 +129,9 @@ def test_for_people(tmp_path: Path) -> None:
     done = record(tmp_path, "-k", "weights", "-k", "loss", "--every", "3", "--dry-run", "train.py", "5")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[0].split() == [
-        "kind",
-        "module",
-        "tag",
-        "dtype",
-        "shape",
-        "bytes",
-        "a",
-        "message",
-        "a",
-        "step",
-        "recorded",
-    ]
-    assert any(
-        line.split() == ["weights", "0", "default", "float32", "4×1×3×3", "144", "B", "1", "every", "3"]
-        for line in lines
-    )
+    rows = [" ".join(line.split()) for line in lines]
+    assert rows[0] == "kind module tag dtype shape bytes a message a step recorded"
+    assert "weights 0 default float32 4×1×3×3 144 B 1 every 3" in rows
     assert any(line.startswith("a run of 5 steps: ") for line in lines)
     assert any(line.startswith("overhead, estimated: CPU time ×") for line in lines)
     assert "training" not in done.stdout
@@ -183,11 +140,7 @@ def test_for_people(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "sentence"),
-    [
-        ("print(1)", "made no optimizer"),
-        ("raise ValueError('bad data')", "ValueError: bad data"),
-    ],
+    ("body", "sentence"), [("print(1)", "made no optimizer"), ("raise ValueError('bad data')", "ValueError: bad data")]
 )
 def test_what_cannot_be_told(body: str, sentence: str, tmp_path: Path) -> None:
     """A script that fails or trains nothing: a sentence, and exit code 2."""

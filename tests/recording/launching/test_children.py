@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-import os
 import signal
 import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
@@ -14,7 +12,7 @@ import pytest
 import torch
 
 import tracer
-from tests import processes
+from tests.recording.launching.recorded_programs import record_apart, script
 from tracer import Capture
 from tracer.errors import TraceExistsError
 from tracer.recording.launching.program import Record, can_be_told
@@ -23,9 +21,6 @@ from tracer.recording.options import Options
 from tracer.recording.own_part import Member
 from tracer.stores.locations import location
 from tracer.trace.claiming import Process, claim
-
-ROOT = Path(__file__).parents[3]
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 HEAD = """
 import os, sys, time, torch
@@ -66,24 +61,14 @@ def run(folder: Path, body: str, *options: str) -> subprocess.CompletedProcess[s
     """Run a script, recorded."""
     for one in folder.glob("losses*.txt"):
         one.unlink()
-    (folder / "train.py").write_text(
-        HEAD + 'if __name__ == "__main__":\n' + textwrap.indent(textwrap.dedent(body), " ")
-    )
-    return processes.run(
-        [sys.executable, "-m", "tracereel", "record", "--out", "run.zarr", *options, "train.py"],
-        cwd=folder,
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    script(folder, 'if __name__ == "__main__":\n' + textwrap.indent(textwrap.dedent(body), " "), head=HEAD)
+    return record_apart(folder, *options, "train.py")
 
 
-def losses(folder: Path, name: str = "run.zarr") -> dict[int, list[float]]:
+def losses(folder: Path) -> dict[int, list[float]]:
     """What each rank recorded; the trace is whole."""
-    assert not tracer.verify(folder / name).problems
-    with tracer.open(folder / name) as trace:
+    assert not tracer.verify(folder / "run.zarr").problems
+    with tracer.open(folder / "run.zarr") as trace:
         assert trace.status == "finished"
         found: dict[int, list[float]] = {}
         for one in trace.messages(kinds=["loss"]):
@@ -102,11 +87,9 @@ def as_float32(numbers: list[float]) -> list[float]:
     return torch.tensor(numbers).tolist()
 
 
-@pytest.mark.parametrize("way", ["spawn", "fork"])
-def test_processes_that_train(tmp_path: Path, way: str) -> None:
+def test_processes_that_train(tmp_path: Path) -> None:
     """Those that know of no rank have a number each, from 1 on; the script itself is 0. Hogwild is such a program."""
-    body = f"end([*processes('fork', 1), *processes({way!r}, [1])])"
-    recorded = run(tmp_path, body)
+    recorded = run(tmp_path, "end([*processes('fork', 1), *processes('spawn', [1])])")
     assert (recorded.returncode, recorded.stdout) == (0, "[0, 0]\n"), recorded.stderr
     assert "Warning" not in recorded.stderr
     assert losses(tmp_path) == {number + 1: as_float32(printed(tmp_path, number)) for number in range(2)}
@@ -123,19 +106,15 @@ def test_a_script_that_trains_beside_its_processes(tmp_path: Path) -> None:
         assert losses(tmp_path) == expected
 
 
-@pytest.mark.parametrize(
-    ("suffix", "how"),
-    # what a spawned process is told, it is told in `test_processes_that_train`, too
-    [("zarr", "fork"), ("h5", "fork"), pytest.param("zarr", "spawn", marks=pytest.mark.slow)],
-)
-def test_ranks_of_torch_distributed(tmp_path: Path, suffix: str, how: str) -> None:
+# what a spawned process is told, it is told in `test_processes_that_train`, too
+@pytest.mark.parametrize("how", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_ranks_of_torch_distributed(tmp_path: Path, how: str) -> None:
     """`mp.spawn` as the tutorials of DistributedDataParallel do it: the ranks are the group's."""
-    out = f"run.{suffix}"
     body = f"mp.start_processes(in_group, ({str(tmp_path / 'store')!r},), 2, start_method={how!r}); print('done')"
-    done = run(tmp_path, body, "--out", out)
+    done = run(tmp_path, body)
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
-    assert losses(tmp_path, out) == {rank: as_float32(printed(tmp_path, rank)) for rank in range(2)}
-    with tracer.open(tmp_path / out) as trace:
+    assert losses(tmp_path) == {rank: as_float32(printed(tmp_path, rank)) for rank in range(2)}
+    with tracer.open(tmp_path / "run.zarr") as trace:
         weights = [one.rank for one in trace.messages(kinds=["weights"])]
     assert weights == [0, 0, 0]  # what both have, one keeps
 

@@ -14,7 +14,16 @@ import pytest
 
 import tracer
 from tests import processes
-from tests.recording.launching.recorded_scripts import ENVIRONMENT, PLAIN, record, run, script
+from tests.recording.launching.recorded_programs import (
+    ENVIRONMENT,
+    PLAIN,
+    alone,
+    begin,
+    record_apart,
+    record_here,
+    script,
+    trace,
+)
 from tracer.observing.capture import Capture
 from tracer.recording.launching.script import lighter_on_evaluation
 
@@ -32,17 +41,15 @@ def freshly(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.
     elsewhere = folder / "elsewhere"
     elsewhere.mkdir()
     command = "import sys; from tracereel.main import main; sys.argv = ['trace', *sys.argv[1:]]; main()"
-    return folder, run(elsewhere, "-c", command, "record", "--out", "run.zarr", str(path), fresh=True)
+    return folder, begin(elsewhere, "-c", command, "record", "--out", "run.zarr", str(folder / path), fresh=True)
 
 
-def test_a_recorded_script_does_what_it_does_alone(
-    freshly: tuple[Path, subprocess.CompletedProcess[str]],
-) -> None:
+def test_a_recorded_script_does_what_it_does_alone(freshly: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     """Output and weights, down to the next random number, are those of the script run alone; loss and epochs are
     seen.
     """
     folder, recorded = freshly
-    alone = run(folder, str(folder / "train.py"))
+    alone = begin(folder, "train.py")
     assert (alone.returncode, recorded.returncode) == (0, 0), recorded.stderr
     assert alone.stdout == recorded.stdout
     with tracer.open(folder / "elsewhere" / "run.zarr") as trace:
@@ -88,10 +95,10 @@ def test_a_module_of_the_same_name(
     main = ["-c", program, "record", "--out", "run.zarr"]
     folder, recorded = freshly
     assert ((folder / "tracer.py").exists(), recorded.returncode) == (True, 0), recorded.stderr
-    done = run(tmp_path, *main, "train.py")
+    done = begin(tmp_path, *main, "train.py")
     assert (done.returncode, done.stdout) == (0, "begun\n"), done.stderr
     script(tmp_path, "def late():\n    from tracer import trace\n" + textwrap.dedent(body), "other.py")
-    done = run(tmp_path, *main, "--overwrite", "other.py")
+    done = begin(tmp_path, *main, "--overwrite", "other.py")
     assert (done.returncode, done.stdout) == (2, "")
     assert f"its own {theirs.relative_to(tmp_path)}, which has the name of the package tracer" in " ".join(
         done.stderr.split()
@@ -105,7 +112,7 @@ def test_a_module_of_the_same_name_behind_a_helper(tmp_path: Path) -> None:
     (tmp_path / "parts" / "__init__.py").write_text("from . import inner\n")
     (tmp_path / "parts" / "inner.py").write_text("def late():\n    import tracer\n")
     script(tmp_path, "print('begun')\nimport parts\n")
-    done = record(tmp_path.parent, "--out", str(tmp_path / "run.zarr"), str(tmp_path / "train.py"), fresh=True)
+    done = record_here(tmp_path.parent, "--out", str(tmp_path / "run.zarr"), str(tmp_path / "train.py"))
     assert (done.returncode, done.stdout) == (2, "")
     assert "imports its own tracer.py, which has the name of the package tracer" in " ".join(done.stderr.split())
 
@@ -113,12 +120,10 @@ def test_a_module_of_the_same_name_behind_a_helper(tmp_path: Path) -> None:
 def test_a_script_with_an_analyze_of_its_own(tmp_path: Path) -> None:
     """It gets its own, unless the recording is to be judged; then it is refused before it runs."""
     (tmp_path / "analyze.py").write_text("number = 9\n")
-    path = script(tmp_path, "import analyze; print(analyze.number)\n" + PLAIN)
-    done = record(tmp_path.parent, "--out", str(tmp_path / "run.zarr"), str(path), fresh=True)
+    path = str(tmp_path / script(tmp_path, "import analyze; print(analyze.number)\n" + PLAIN))
+    done = record_apart(tmp_path.parent, "--out", str(tmp_path / "run.zarr"), path, fresh=True)
     assert (done.returncode, done.stdout.splitlines()[0]) == (0, "9"), done.stderr
-    judged = record(
-        tmp_path.parent, "--out", str(tmp_path / "judged.zarr"), "--stop-on", "error", str(path), fresh=True
-    )
+    judged = record_here(tmp_path.parent, "--out", str(tmp_path / "judged.zarr"), "--stop-on", "error", path)
     assert (judged.returncode, judged.stdout) == (2, "")
     assert "imports its own analyze.py" in " ".join(judged.stderr.split())
 
@@ -127,7 +132,7 @@ def test_a_script_with_an_analyze_of_its_own(tmp_path: Path) -> None:
 def test_a_module_of_the_same_name_on_the_path(tmp_path: Path, name: str, command: str) -> None:
     """A command says whose file hides a package that it needs, and does not run it."""
     (tmp_path / f"{name}.py").write_text("raise SystemExit('it ran')\n")
-    done = run(tmp_path, "-m", "tracereel", command, "run.zarr", fresh=True)  # -m puts this folder first
+    done = begin(tmp_path, "-m", "tracereel", command, "run.zarr", fresh=True)  # -m puts this folder first
     assert done.returncode == 2
     assert f"Python finds {tmp_path / name}.py for the module {name}" in " ".join(done.stderr.split())
 
@@ -148,17 +153,16 @@ def test_arguments_and_main_are_the_scripts(tmp_path: Path) -> None:
     again = pickle.loads(pickle.dumps(net))
     assert type(again) is __main__.Net and torch.equal(again(x), net(x))
     """
-    path = script(tmp_path / "sub", body)
-    done = record(tmp_path, "--every", "1", "sub/train.py", "--every", "5", "a", "b")
+    script(tmp_path, body, "sub/train.py")
+    done = record_here(tmp_path, "--every", "1", "sub/train.py", "--every", "5", "a", "b")
     assert done.returncode == 0, done.stderr
     assert done.stdout == "{'every': 5, 'rest': ['a', 'b']} __main__ sub/train.py 7\n"
-    assert path.exists()
 
 
 def test_a_script_has_the_builtins_of_a_main_module(tmp_path: Path) -> None:
     """In ``__main__`` they are a module, which some scripts print through, or put something into."""
     path = script(tmp_path, "__builtins__.print(type(__builtins__).__name__, __builtins__.__name__)\n" + PLAIN)
-    alone, recorded = run(tmp_path, str(path)), record(tmp_path, str(path))
+    alone, recorded = begin(tmp_path, path), record_here(tmp_path, path)
     assert (alone.returncode, recorded.returncode) == (0, 0), recorded.stderr
     assert alone.stdout == recorded.stdout
     assert alone.stdout.startswith("module builtins\n")
@@ -169,7 +173,7 @@ def test_a_script_that_goes_to_another_folder(tmp_path: Path, when: str) -> None
     """The trace is where it was asked for, and nowhere else."""
     (tmp_path / "elsewhere").mkdir()
     go = "import os; os.chdir('elsewhere')\n"
-    done = record(tmp_path, str(script(tmp_path, go + PLAIN if when == "first" else PLAIN + go)))
+    done = record_here(tmp_path, script(tmp_path, go + PLAIN if when == "first" else PLAIN + go))
     assert done.returncode == 0, done.stderr
     assert not [*(tmp_path / "elsewhere").iterdir()]
     assert "recorded" in done.stderr
@@ -197,16 +201,16 @@ def strictly(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess
     logging.info("trained")
     """
     path = script(folder, body)
-    command = ["-W", "error", "-m", "tracereel", "record", "--out", "run.zarr", str(path)]
-    return path, run(folder, *command, fresh=True)
+    command = ["-W", "error", "-m", "tracereel", "record", "--out", "run.zarr", path]
+    return folder, begin(folder, *command, fresh=True)
 
 
 def test_no_warning_of_ours_ends_a_script_that_has_warnings_raised(
     strictly: tuple[Path, subprocess.CompletedProcess[str]],
 ) -> None:
     """It is said on stderr: here that a pass without values is not observed."""
-    path, recorded = strictly
-    alone = run(path.parent, "-W", "error", str(path))
+    folder, recorded = strictly
+    alone = begin(folder, "-W", "error", "train.py")
     assert (alone.returncode, recorded.returncode) == (0, 0), recorded.stderr
     assert alone.stdout == recorded.stdout
     assert "RuntimeWarning: activations of" in recorded.stderr
@@ -216,9 +220,9 @@ def test_what_is_imported_for_the_trace_is_imported_before_the_script(
     strictly: tuple[Path, subprocess.CompletedProcess[str]],
 ) -> None:
     """A script that logs everything gets no lines that it did not get alone."""
-    path, recorded = strictly
+    folder, recorded = strictly
     assert (recorded.returncode, recorded.stdout) == (0, "INFO:root:trained\n"), recorded.stderr
-    with tracer.open(path.with_name("run.zarr")) as trace:
+    with tracer.open(folder / "run.zarr") as trace:
         assert [stream.count for stream in trace.streams if stream.kind == "weight_updates"] == [1]
 
 
@@ -229,7 +233,7 @@ def test_a_module_is_run_as_python_dash_m_does(tmp_path: Path) -> None:
     (package / "__init__.py").write_text("")
     (package / "data.py").write_text("scale = 2.0\n")
     script(package, "from .data import scale\n" + PLAIN + "print(__package__, scale, sys.argv[1:])\n", "__main__.py")
-    done = record(tmp_path, "--module", "project", "--flag")
+    done = record_here(tmp_path, "--module", "project", "--flag")
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("project 2.0 ['--flag']\n")
     assert tracer.open(tmp_path / "run.zarr").status == "finished"
@@ -246,7 +250,7 @@ def test_workers_and_compiled_models(tmp_path: Path) -> None:
     print(float(net[0].weight.detach().double().sum()))
     """
     path = script(tmp_path, body)
-    alone, recorded = run(tmp_path, str(path)), record(tmp_path, str(path))
+    alone, recorded = begin(tmp_path, path), record_apart(tmp_path, path)
     assert (alone.returncode, recorded.returncode) == (0, 0), recorded.stderr
     assert alone.stdout == recorded.stdout
     with tracer.open(tmp_path / "run.zarr") as trace:
@@ -260,7 +264,7 @@ def test_nothing_to_record_is_told(tmp_path: Path) -> None:
     """A script that trains nothing does what it does; ``trace record`` says so, and fails only if it is strict."""
     path = script(tmp_path, "print('hello')")
     for options, code, word in (([], 0, "Warning"), (["--strict"], 1, "Error")):
-        done = record(tmp_path, *options, str(path))
+        done = record_here(tmp_path, *options, path)
         assert (done.returncode, done.stdout) == (code, "hello\n")
         assert re.match(
             rf"{word}: \S*train\.py ended, but no training step was seen, so nothing is recorded: it", done.stderr
@@ -285,7 +289,7 @@ def test_processes_that_are_not_recorded_are_told(tmp_path: Path) -> None:
         sys.exit(child.exitcode)
     """
     path = script(tmp_path, body)
-    alone, recorded = run(tmp_path, str(path)), record(tmp_path, str(path))
+    alone, recorded = begin(tmp_path, path), record_apart(tmp_path, path)
     assert (alone.returncode, recorded.returncode, alone.stdout) == (0, 0, recorded.stdout), recorded.stderr
     assert "only tracer.record in them records that" in recorded.stderr
     assert recorded.stderr.count("\n") == 1
@@ -293,7 +297,7 @@ def test_processes_that_are_not_recorded_are_told(tmp_path: Path) -> None:
 
 def test_a_capture_that_matches_nothing_ends_before_training(tmp_path: Path) -> None:
     """A glob that names no module ends the script at its first backward, with the names that there are."""
-    done = record(tmp_path, "-m", "encoder.*", str(script(tmp_path, PLAIN)))
+    done = record_here(tmp_path, "-m", "encoder.*", script(tmp_path, PLAIN))
     assert done.returncode == 2
     assert "encoder.*" in done.stderr
     assert "'0'" in done.stderr
@@ -319,12 +323,12 @@ def test_a_trace_that_is_being_recorded_is_not_overwritten(tmp_path: Path) -> No
     slow = script(tmp_path, body.replace("    net.eval()", "    print('.', flush=True)\n    net.eval()"), "slow.py")
     quick = script(tmp_path, PLAIN)
     for name in ("run.zarr", "run.h5"):
-        command = [sys.executable, "-m", "tracereel", "record", "--out", name, str(slow)]
+        command = [sys.executable, "-m", "tracereel", "record", "--out", name, slow]
         with processes.Popen(command, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             for _ in range(4):  # of three steps each
                 assert process.stdout.readline() == ".\n"
-            again = run(tmp_path, "-m", "tracereel", "record", "--overwrite", "--out", name, str(quick))
+            again = record_here(tmp_path, "--overwrite", "--out", name, quick)
             process.send_signal(signal.SIGTERM)
             process.stdout.read()
             assert process.wait(timeout=60) == 143
@@ -335,21 +339,18 @@ def test_a_trace_that_is_being_recorded_is_not_overwritten(tmp_path: Path) -> No
             assert sum(1 for _ in trace.messages(kinds="loss")) > 10
 
 
-@pytest.mark.parametrize("suffix", [".zarr", ".h5"])
-def test_resuming_what_is_still_recorded_is_refused_before_the_script_trains(tmp_path: Path, suffix: str) -> None:
+def test_resuming_what_is_still_recorded_is_refused_before_the_script_trains(tmp_path: Path) -> None:
     """Else it would train all its steps, and nothing of them would be recorded."""
     path = script(tmp_path, "open('ran', 'w'); " + PLAIN.strip())
-    target = tmp_path / f"run{suffix}"
+    target = tmp_path / "run.zarr"
     other = "import sys, time, tracer; w = tracer.TraceWriter(sys.argv[1]); w.commit(); print(1, flush=True)"
     living = processes.Popen(
-        [sys.executable, "-c", f"{other}; time.sleep(300)", str(target)],
-        env=ENVIRONMENT,
-        stdout=subprocess.PIPE,
+        [sys.executable, "-c", f"{other}; time.sleep(300)", str(target)], env=ENVIRONMENT, stdout=subprocess.PIPE
     )
     try:
         assert living.stdout is not None
         living.stdout.readline()
-        refused = record(tmp_path, "--out", str(target), "--resume", "--first-step", "3", str(path))
+        refused = record_here(tmp_path, "--out", str(target), "--resume", "--first-step", "3", path)
     finally:
         living.kill()
         living.communicate()
@@ -361,17 +362,17 @@ def test_a_recorded_script_is_probed(tmp_path: Path) -> None:
     """Certified, equal in what it prints, and svcca has its answers."""
     path = script(tmp_path, PLAIN)
     options = ["--probe", "10", "--probe-every", "2", "--certify", "4"]
-    alone, done = run(tmp_path, str(path)), record(tmp_path, *options, str(path))
-    assert (done.returncode, done.stdout) == (0, alone.stdout), done.stderr
+    done = record_here(tmp_path, *options, path)
+    assert (done.returncode, done.stdout) == (0, alone(tmp_path)), done.stderr
     assert "certificate: identical" in done.stderr
-    with tracer.open(tmp_path / "run.zarr") as trace:
-        steps, values = trace.array("activations", "0", tag="probe")
+    with tracer.open(tmp_path / "run.zarr") as reader:
+        steps, values = reader.array("activations", "0", tag="probe")
         assert steps.tolist() == [2, 4, 6]
         assert values.shape == (3, 10, 8)
-    answers = run(tmp_path, "-m", "tracereel", "replay", "--json", "run.zarr", "-s", "svcca:tag=probe")
+    answers = trace(tmp_path, "replay", "--json", "run.zarr", "-s", "svcca:tag=probe")
     assert answers.returncode == 0, answers.stderr
     assert {json.loads(line)["module"] for line in answers.stdout.splitlines()} >= {"0", "3"}
-    told = record(tmp_path, "--probe", "10", "--probe-every", "3", "--dry-run", "--json", str(path))
+    told = record_here(tmp_path, "--probe", "10", "--probe-every", "3", "--dry-run", "--json", path)
     assert told.returncode == 0, told.stderr
     streams = [one for one in json.loads(told.stdout)["streams"] if one["tag"] == "probe"]
     assert {(one["every"], one["clock"]) for one in streams} == {(3, "step")}
@@ -379,6 +380,6 @@ def test_a_recorded_script_is_probed(tmp_path: Path) -> None:
 
 def test_a_capture_that_takes_nothing_of_a_probe_is_refused(tmp_path: Path) -> None:
     """Before the script runs."""
-    done = record(tmp_path, "--probe", "10", "-k", "weights", str(script(tmp_path, "print('ran')")))
+    done = record_here(tmp_path, "--probe", "10", "-k", "weights", script(tmp_path, "print('ran')"))
     assert (done.returncode, done.stdout) == (2, "")
     assert "a probe gives layer_inputs, activations, network_output, and the capture takes none of them" in done.stderr

@@ -15,7 +15,7 @@ import pytest
 
 import tracer
 from tests import processes
-from tests.recording.launching.recorded_scripts import ENVIRONMENT, PLAIN, record, run, script
+from tests.recording.launching.recorded_programs import ENVIRONMENT, PLAIN, begin, record_apart, record_here, script
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ from tests.recording.launching.recorded_scripts import ENVIRONMENT, PLAIN, recor
 )
 def test_the_exit_code_is_the_scripts_own(tmp_path: Path, ending: str, code: int, status: str) -> None:
     """However the script ends, the exit code is its own and the trace is closed and says how it ended."""
-    done = record(tmp_path, str(script(tmp_path, PLAIN + ending)))
+    done = record_here(tmp_path, script(tmp_path, PLAIN + ending))
     assert done.returncode == code
     assert ("Traceback" in done.stderr) == (code in (1, 130) and "exit" not in ending)
     assert "launch.py" not in done.stderr
@@ -45,7 +45,7 @@ def test_the_exit_code_is_the_scripts_own(tmp_path: Path, ending: str, code: int
 
 
 @pytest.mark.parametrize(
-    ("number", "code", "status", "begin"),
+    ("number", "code", "status", "how"),
     [
         (signal.SIGTERM, 143, "failed: SystemExit: 143", processes.Popen),
         (signal.SIGINT, 130, "failed: KeyboardInterrupt", processes.Popen),
@@ -53,19 +53,19 @@ def test_the_exit_code_is_the_scripts_own(tmp_path: Path, ending: str, code: int
         pytest.param(signal.SIGTERM, 143, "failed: SystemExit: 143", subprocess.Popen, marks=pytest.mark.slow),
     ],
 )
-def test_a_signal_leaves_a_closed_trace(tmp_path: Path, number: int, code: int, status: str, begin: Any) -> None:
+def test_a_signal_leaves_a_closed_trace(tmp_path: Path, number: int, code: int, status: str, how: Any) -> None:
     """A script that is terminated, as a batch system or Ctrl-C does it, leaves a trace that is closed and says so."""
     body = PLAIN.replace("range(2)", "range(10**6)") + "\n"
     path = script(tmp_path, body.replace("for a, b in loader:", "print('.', flush=True)\n    for a, b in loader:"))
-    command = [sys.executable, "-m", "tracereel", "record", "--out", "run.h5", str(path)]
-    with begin(command, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as process:
+    command = [sys.executable, "-m", "tracereel", "record", "--out", "run.zarr", path]
+    with how(command, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for _ in range(5):
             assert process.stdout.readline() == ".\n"
         process.send_signal(number)
         process.stdout.read()
         assert process.wait(timeout=60) == code
-    with tracer.open(tmp_path / "run.h5") as trace:
+    with tracer.open(tmp_path / "run.zarr") as trace:
         assert trace.status == status
         assert len(trace) > 50
 
@@ -75,7 +75,7 @@ def test_sigkill_leaves_an_interrupted_trace(tmp_path: Path) -> None:
     endless = PLAIN.replace("range(2)", "range(10**6)")
     body = endless.replace("    net.eval()", "    print('.', flush=True)\n    net.eval()")
     path = script(tmp_path, body)
-    command = [sys.executable, "-m", "tracereel", "record", "--out", "run.zarr", str(path)]
+    command = [sys.executable, "-m", "tracereel", "record", "--out", "run.zarr", path]
     with processes.Popen(command, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         while losses_in(tmp_path / "run.zarr") <= 10:
@@ -96,7 +96,7 @@ def losses_in(path: Path) -> int:
 
 def test_a_script_that_closes_its_streams(tmp_path: Path) -> None:
     """Then nothing is said of the trace but what was said at the first step."""
-    done = record(tmp_path, str(script(tmp_path, PLAIN + "sys.stdout.close(); sys.stderr.close()\n")))
+    done = record_apart(tmp_path, script(tmp_path, PLAIN + "sys.stdout.close(); sys.stderr.close()\n"))
     assert done.returncode == 0
     assert re.fullmatch(r"recording the profile full: .*\n", done.stderr)
     with tracer.open(tmp_path / "run.zarr") as trace:
@@ -127,7 +127,7 @@ atexit.register(saved)
 def test_what_a_script_does_after_its_last_line(tmp_path: Path) -> None:
     """A thread that trains on is waited for and recorded; classes can be pickled until the process ends."""
     path = script(tmp_path, AFTERWARDS + "threading.Thread(target=train, args=(5,)).start()\n")
-    alone, recorded = run(tmp_path, str(path), "a"), record(tmp_path, str(path), "a")
+    alone, recorded = begin(tmp_path, path, "a"), record_apart(tmp_path, path, "a")
     assert (alone.returncode, recorded.returncode) == (0, 0), recorded.stderr
     assert alone.stdout == recorded.stdout
     assert [line.partition(" ")[0] for line in recorded.stdout.splitlines()] == ["Net", "saved"]
@@ -144,13 +144,12 @@ def test_workers_of_an_executor_are_not_waited_for(tmp_path: Path) -> None:
     kept = ThreadPoolExecutor(2)
     print(kept.submit(lambda: 7).result())
     """
-    recorded = record(tmp_path, str(script(tmp_path, PLAIN + textwrap.dedent(end))))
+    recorded = record_apart(tmp_path, script(tmp_path, PLAIN + textwrap.dedent(end)))
     assert recorded.returncode == 0, recorded.stderr
     assert recorded.stdout.endswith("7\n")
 
 
-@pytest.mark.parametrize("joined", [True, False], ids=["joined", "left"])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(("number", "joined"), [(signal.SIGTERM, True), (signal.SIGINT, True), (signal.SIGINT, False)])
 def test_a_signal_while_a_thread_trains(tmp_path: Path, joined: bool, number: int) -> None:
     """The trace is closed and the process ends as it does alone, though the thread has hours to go after SIGTERM."""
     body = AFTERWARDS.replace("    threading.main_thread().join()\n", "")
@@ -158,8 +157,8 @@ def test_a_signal_while_a_thread_trains(tmp_path: Path, joined: bool, number: in
     body += f"one = threading.Thread(target=train, args=({steps},)); one.start()\n" + "one.join()\n" * joined
     path = script(tmp_path, body)
     ends = []
-    for before in ([], ["-m", "tracereel", "record", "--out", "run.h5"]):
-        command = [sys.executable, *before, str(path)]
+    for before in ([], ["-m", "tracereel", "record", "--out", "run.zarr"]):
+        command = [sys.executable, *before, path]
         with processes.Popen(command, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             for _ in range(20):
@@ -174,7 +173,7 @@ def test_a_signal_while_a_thread_trains(tmp_path: Path, joined: bool, number: in
         # Python forgets the interrupt and ends with 1 where the other thread runs a text by exec() after it.
         assert (alone[0] in (-number, 1), recorded[0]) == (True, 130) if joined else (alone[0], recorded[0]) == (0, 0)
         assert alone[1:] == recorded[1:]
-    with tracer.open(tmp_path / "run.h5") as trace:
+    with tracer.open(tmp_path / "run.zarr") as trace:
         told = "failed: KeyboardInterrupt" if joined else "finished"  # which Python only says on stderr
         assert trace.status == ("failed: SystemExit: 143" if number == signal.SIGTERM else told)
         assert trace.select("loss").size >= 20
@@ -196,7 +195,7 @@ sys.excepthook = hook
 def test_the_scripts_own_excepthook_is_told(tmp_path: Path, argument: str) -> None:
     """What a script does with its last exception, such as writing it to a log, it does under a recording."""
     path = script(tmp_path, HOOK + PLAIN + "raise ValueError('bad data')\n")
-    alone, recorded = run(tmp_path, str(path), argument), record(tmp_path, str(path), argument)
+    alone, recorded = begin(tmp_path, path, argument), record_here(tmp_path, path, argument)
     assert alone.returncode == recorded.returncode == (7 if argument == "exits" else 1)
     assert alone.stdout == recorded.stdout
     assert "told: ValueError bad data <module> ['" in recorded.stdout
@@ -221,13 +220,13 @@ def test_a_forked_child_that_goes_on_to_the_end(tmp_path: Path) -> None:
     sys.exit(3 if child == 0 else 0)
     """
     path = script(tmp_path, textwrap.dedent(body) + PLAIN + textwrap.dedent(end))
-    alone, recorded = run(tmp_path, str(path)), record(tmp_path, str(path))
+    alone, recorded = begin(tmp_path, path), record_apart(tmp_path, path)
     assert (alone.returncode, recorded.returncode) == (0, 0), recorded.stderr
     assert alone.stdout == recorded.stdout
     assert "child ended with 3" in recorded.stdout
     assert recorded.stderr.count("run.zarr") == 1
     silent = script(tmp_path, textwrap.dedent(body) + PLAIN)
-    assert record(tmp_path, "--overwrite", str(silent)).stderr.count("run.zarr") == 1
+    assert record_apart(tmp_path, "--overwrite", silent).stderr.count("run.zarr") == 1
     with tracer.open(tmp_path / "run.zarr") as trace:
         assert trace.status == "finished"
         assert trace.select("loss", tags="default").size == 6

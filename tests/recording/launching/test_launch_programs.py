@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
-from tests.recording.launching.recorded_programs import epochs, of, record, run, script
+from tests.recording.launching.recorded_programs import (
+    Recorded,
+    alone,
+    begin,
+    epochs,
+    of,
+    record_apart,
+    recorded,
+    script,
+)
 
 SPAWNED = """
 import argparse, multiprocessing, pickle
@@ -60,11 +68,12 @@ def test_processes_that_a_script_starts(tmp_path: Path) -> None:
     (tmp_path / "package" / "__init__.py").write_text("")
     # what is spawned takes long to begin, and does the same as what is forked
     ways = ("fork:pool+process", "fork:process")
-    alone = run(tmp_path, sys.executable, "-m", "package.training", "--workers", "1", *ways)
-    assert (alone.count("[1, 4, 9]"), alone.count("exit 0")) == (1, 2)
+    unrecorded = begin(tmp_path, "-m", "package.training", "--workers", "1", *ways).stdout
+    assert (unrecorded.count("[1, 4, 9]"), unrecorded.count("exit 0")) == (1, 2)
     ways = ("fork:pool+process", "spawn:process")
-    text, messages = record(tmp_path, "--module", "package.training", "--workers", "1", *ways)
-    assert text == alone
+    ran = Recorded(tmp_path, record_apart(tmp_path, "--module", "package.training", "--workers", "1", *ways))
+    assert ran.stdout == unrecorded
+    messages = ran.messages
     assert [one.global_step for one in of(messages, "loss") if one.rank in (1, 2)] == [0, 0, 1, 1, 2, 2]
     messages = [one for one in messages if one.rank == 0]
     assert [one.global_step for one in of(messages, "loss")] == list(range(6))
@@ -78,7 +87,8 @@ def test_a_script_with_spawned_workers(tmp_path: Path) -> None:
 
     Of processes that train test_children.py says so.
     """
-    text, messages = record(tmp_path, script(tmp_path, SPAWNED), "--workers", "1", "spawn:pool")
+    ran = recorded(tmp_path, SPAWNED, arguments=["--workers", "1", "spawn:pool"], apart=True)
+    text, messages = ran.stdout, ran.messages
     assert text.startswith("[1, 4, 9]\n__main__ ")
     assert [(one.global_step, one.rank) for one in of(messages, "loss")] == [(step, 0) for step in range(3)]
 
@@ -98,7 +108,6 @@ def test_a_subclass_of_tensor_sees_what_the_program_does(tmp_path: Path) -> None
         opt.zero_grad(); F.cross_entropy(net(x.as_subclass(Counted)), y).backward(); opt.step()
     print(sorted(seen.items()), float(net[0].weight.detach().sum()))
     """
-    alone = run(tmp_path, sys.executable, script(tmp_path, body))
-    text, messages = record(tmp_path, "train.py")
-    assert text == alone
-    assert len(of(messages, "loss")) == 3
+    run = recorded(tmp_path, body)
+    assert run.stdout == alone(tmp_path)
+    assert len(run.of("loss")) == 3

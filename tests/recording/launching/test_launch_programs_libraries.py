@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.recording.launching.recorded_programs import epochs, of, printed, read, record, run, script, values
+import tracer
+from tests.recording.launching.recorded_programs import alone, epochs, of, printed, recorded, run, script, values
 
 
 def needs(*libraries: str) -> pytest.MarkDecorator:
@@ -50,9 +50,9 @@ print("weights", float(sum(p.detach().double().sum() for p in trainer.model.para
 @needs("transformers", "accelerate")
 def test_a_trainer_of_hugging_face(tmp_path: Path) -> None:
     """The micro-batches' losses add up to what the Trainer logs, and so do evaluations'; epochs are its own."""
-    alone = run(tmp_path, sys.executable, script(tmp_path, TRAINER))
-    text, messages = record(tmp_path, "train.py")
-    assert text == alone
+    ran = recorded(tmp_path, TRAINER)
+    text, messages = ran.stdout, ran.messages
+    assert text == alone(tmp_path)
     losses = of(messages, "loss")
     assert [(one.global_step, one.epoch, one.call) for one in losses] == [
         (0, 0, 0), (0, 0, 1), (1, 0, 0), (1, 0, 1), (2, 0, 0), (3, 1, 0), (3, 1, 1), (4, 1, 0), (4, 1, 1), (5, 1, 0),
@@ -99,9 +99,9 @@ print("weights", float(sum(p.detach().double().sum() for p in model.parameters()
 @needs("lightning")
 def test_a_trainer_of_lightning(tmp_path: Path) -> None:
     """Losses and labels of each batch, epochs and evaluations, of a Lightning script that knows of no recorder."""
-    alone = run(tmp_path, sys.executable, script(tmp_path, LIGHTNING))
-    text, messages = record(tmp_path, "train.py")
-    assert text == alone
+    ran = recorded(tmp_path, LIGHTNING)
+    text, messages = ran.stdout, ran.messages
+    assert text == alone(tmp_path)
     losses = of(messages, "loss")
     assert values(losses) == [one / 2 for one in printed(text, "loss")]  # which is what Lightning differentiates
     assert values(of(messages, "loss_terms")) == printed(text, "loss")
@@ -156,23 +156,20 @@ def test_accelerate(launched: bool, tmp_path: Path) -> None:
     Outputs, weights, gradients and updates are those that the program keeps itself when nobody records it, to the bit.
     """
     script(tmp_path, ACCELERATE)
-    launch = (
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        "--cpu",
-        "--num_processes",
-        "1",
-        "--num_machines",
-        "1",
-    )
-    launch = (*launch, "--mixed_precision", "bf16", "--dynamo_backend", "no") if launched else (sys.executable,)
-    alone = run(tmp_path, *launch, "train.py", "alone.pt", HF_HOME=str(tmp_path / "home"))
-    recording = ("-m", "tracereel", "record", "--out", "run.zarr", "train.py", "recorded.pt")
-    text = run(tmp_path, *launch, *recording, HF_HOME=str(tmp_path / "home"))
-    assert text == alone
-    assert alone.endswith("bf16\n" if launched else "no\n")
-    messages = read(tmp_path)
+    if launched:
+        launch = "-m accelerate.commands.launch --cpu --num_processes 1 --num_machines 1 --mixed_precision bf16"
+        launch = (*launch.split(), "--dynamo_backend", "no")
+        unrecorded = run(tmp_path, *launch, "train.py", "alone.pt", HF_HOME=str(tmp_path / "home"))
+        recording = ("-m", "tracereel", "record", "--out", "run.zarr", "train.py", "recorded.pt")
+        text = run(tmp_path, *launch, *recording, HF_HOME=str(tmp_path / "home"))
+        with tracer.open(tmp_path / "run.zarr") as trace:
+            messages = list(trace.messages())
+    else:
+        ran = recorded(tmp_path, ACCELERATE, arguments=["recorded.pt"])
+        text, messages = ran.stdout, ran.messages
+        unrecorded = alone(tmp_path, "train.py", "alone.pt")
+    assert text == unrecorded
+    assert text.endswith("bf16\n" if launched else "no\n")
     losses = of(messages, "loss")
     assert values(losses) == [one / 2 for one in printed(text, "loss")]  # which is what accelerate differentiates
     assert values(of(messages, "loss_terms")) == printed(text, "loss")
@@ -187,8 +184,8 @@ def test_accelerate(launched: bool, tmp_path: Path) -> None:
     assert epochs(messages) == [
         (what, epoch, 3 * epoch + step) for epoch in range(3) for what, step in (("started", 0), ("finished", 2))
     ]
-    kept, recorded = (torch.load(tmp_path / f"{name}.pt") for name in ("alone", "recorded"))
-    assert all(torch.equal(*pair) for pair in zip(kept["end"], recorded["end"], strict=True))
+    kept, watched = (torch.load(tmp_path / f"{name}.pt") for name in ("alone", "recorded"))
+    assert all(torch.equal(*pair) for pair in zip(kept["end"], watched["end"], strict=True))
     dtype = torch.bfloat16 if launched else torch.float32
     for place, kind in enumerate(("activations", "layer_gradients")):
         found = [one.data for one in of(messages, kind) if one.key == "2"]
@@ -241,11 +238,11 @@ torch.save({"steps": steps, "end": end}, sys.argv[1])
 @needs("ignite")
 def test_an_engine_of_ignite(tmp_path: Path) -> None:
     """A trainer and an evaluator of PyTorch Ignite, with accumulation: losses, epochs, evaluations and gradients."""
-    alone = run(tmp_path, sys.executable, script(tmp_path, IGNITE), "alone.pt")
-    text, messages = record(tmp_path, "train.py", "recorded.pt")
-    assert text == alone
-    kept, recorded = (torch.load(tmp_path / f"{name}.pt") for name in ("alone", "recorded"))
-    assert all(torch.equal(*pair) for pair in zip(kept["end"], recorded["end"], strict=True))
+    ran = recorded(tmp_path, IGNITE, arguments=["recorded.pt"])
+    text, messages = ran.stdout, ran.messages
+    assert text == alone(tmp_path, "train.py", "alone.pt")
+    kept, watched = (torch.load(tmp_path / f"{name}.pt") for name in ("alone", "recorded"))
+    assert all(torch.equal(*pair) for pair in zip(kept["end"], watched["end"], strict=True))
     losses = of(messages, "loss")
     assert values(losses) == [one / 2 for one in printed(text, "loss")]  # which is what Ignite differentiates
     assert values(of(messages, "loss_terms")) == printed(text, "loss")

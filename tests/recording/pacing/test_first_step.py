@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 
 import tracer
-from tests import processes
+from tests.recording.launching.recorded_programs import trace
 from tests.recording.pacing.trainings import mlp
 from tracer import profile
 from tracer.recording import pacer
@@ -69,19 +68,14 @@ def test_a_first_step_without_messages(tmp_path: Path) -> None:
         (["--profile", "standard", "--max-overhead", "5%"], "recording the profile standard: ", " steps"),
         (["-k", "weights"], "recording weights: ", " steps"),
         (["-k", "loss", "--every", "2"], "recording loss, of some of the steps: ", " steps"),
-        (
-            ["--every", "1", "--max-bytes", "10MB"],
-            "recording 19 kinds of messages: ",
-            "to stay within 10.0 MB",
-        ),
+        (["--every", "1", "--max-bytes", "10MB"], "recording 19 kinds of messages: ", "to stay within 10.0 MB"),
         (["--stop-at-bytes", "10MB"], "recording the profile full: ", " steps"),
     ],
 )
 def test_trace_record_says_it(options: list[str], begin: str, end: str, tmp_path: Path) -> None:
     """On stderr, in one line, and once."""
     (tmp_path / "train.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "tracereel", "record", *options, "train.py"]
-    done = processes.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120)
+    done = trace(tmp_path, "record", *options, "train.py")
     assert done.returncode == 0, done.stderr
     (line,) = [one for one in done.stderr.splitlines() if one.startswith("recording ")]
     assert line.startswith(begin)

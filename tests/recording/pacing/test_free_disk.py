@@ -60,17 +60,13 @@ def test_a_disk_is_never_filled(suffix: str, small_disk: Path, monkeypatch: pyte
     assert 2 < stopped["global_step"] < 40
 
 
-@pytest.mark.parametrize("suffix", ["zarr", "h5"])
-def test_a_keyframe_that_does_not_fit_ends_the_recording_before_it(suffix: str, small_disk: Path) -> None:
+def test_a_keyframe_that_does_not_fit_ends_the_recording_before_it(small_disk: Path) -> None:
     """Though it is three times as large as the first one, because that had no states of the optimizer."""
     model = torch.nn.Linear(400, 1500)
     optimizer = torch.optim.Adam(model.parameters())
     keyframes = [tracer.Capture(kinds=["loss"]), replace(tracer.KEYFRAME, every=5)]
-    path = small_disk / f"run.{suffix}"
-    with (
-        pytest.warns(RuntimeWarning, match="min_free_disk"),
-        tracer.record(path, model, optimizer, capture=keyframes),
-    ):
+    path = small_disk / "run.zarr"
+    with pytest.warns(RuntimeWarning, match="min_free_disk"), tracer.record(path, model, optimizer, capture=keyframes):
         for _ in range(40):
             optimizer.zero_grad()
             model(torch.randn(2, 400)).square().mean().backward()

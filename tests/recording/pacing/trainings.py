@@ -35,6 +35,10 @@ def wide() -> Made:
     return model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(4, 200), torch.randint(4, (4,))
 
 
+NOT_SCHEDULED = {
+    *("epoch_started", "epoch_finished", "sample_ids", "buffers", "optimizer_state", "eval_mode", "train_mode"),
+}
+"""Kinds of which a step may have no message although it is recorded."""
 PROGRAMS: dict[str, Callable[[], Made]] = {"mlp": mlp, "cnn": cnn, "wide": wide}
 
 

@@ -178,7 +178,58 @@ for epoch in range(5):
         optimizer.step()
 dist.destroy_process_group()
 """
+SHUFFLED = """
+x, y = torch.randn(61, 6), torch.randn(61, 3)
+model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2), nn.Linear(8, 3))
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+mean, some = sum(float(a.mean()) for a, _ in DataLoader(TensorDataset(x, y), 8)), next(iter(DataLoader(x, 4)))
+for epoch in range(8):
+    model.train()
+    for a, b in DataLoader(TensorDataset(x, y), 8, shuffle=True):
+        optimizer.zero_grad()
+        ((model(a * 2 + 1) - b) ** 2).mean().backward()
+        optimizer.step()
+    model.eval()
+    for a, b in DataLoader(TensorDataset(x, y), 16):
+        model(a)
+"""
+WORKERS = """
+x, y = torch.randn(61, 6), torch.randint(0, 3, (61,))
+model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = DataLoader(TensorDataset(x, y), 8, shuffle=True, num_workers=2)
+def ahead(batches):
+    before = None
+    for a, b in batches:
+        after = a.double().float(), b
+        if before is not None:
+            yield before
+        before = after
+    yield before
+for epoch in range(4):
+    for number, (a, b) in enumerate(ahead(loader)):
+        if number % 2 == 0:
+            optimizer.zero_grad()
+        F.cross_entropy(model(a), b).backward()
+        if number % 2 == 1:
+            optimizer.step()
+"""
+AUGMENTED = """
+class Noisy(TensorDataset):
+    def __getitem__(self, index):
+        a, b = super().__getitem__(index)
+        return a + 0.1 * torch.randn(6), b
+x, y = torch.randn(400, 6), torch.randint(0, 3, (400,))
+model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for a, b in DataLoader(Noisy(x, y), 8, shuffle=True):
+    optimizer.zero_grad()
+    F.cross_entropy(model(a), b).backward()
+    optimizer.step()
+"""
+DATA_SETS = {"shuffled": SHUFFLED, "workers": WORKERS, "augmented": AUGMENTED}
+"""Scripts whose DataLoaders give the datapoints in an order or in processes of their own."""
 SCRIPTS = {
     "cnn": CNN, "transformer": TRANSFORMER, "noisy": NOISY, "lbfgs": LBFGS, "gan": GAN, "own loss": OWN_LOSS,
-    "compiled": COMPILED, "lightning": LIGHTNING, "transformers": TRAINER,
+    "compiled": COMPILED, "lightning": LIGHTNING, "transformers": TRAINER, **DATA_SETS,
 }  # fmt: skip

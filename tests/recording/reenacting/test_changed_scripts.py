@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,7 +10,8 @@ from typing import Any, NamedTuple
 import pytest
 
 import tracer
-from tests.recording.reenacting.test_reenact import trace, values
+from tests.recording.launching.recorded_programs import Ended, trace
+from tests.recording.reenacting.test_reenact import values
 from tracer.observing.profiles import settings_of
 from tracer.observing.reductions import hash_of
 from tracer.recording.reenacting.comparison import Covered, Verdict
@@ -160,7 +160,7 @@ def _hashes(path: Path, steps: tuple[int, int]) -> dict[tuple[Any, ...], int]:
     return {(*place[:4], place[6]): hash_of(data) for place, data in found.items() if place[0] in COMPARABLE}
 
 
-def _again(runs: Runs, run: str, steps: str, changed: str) -> subprocess.CompletedProcess[str]:
+def _again(runs: Runs, run: str, steps: str, changed: str) -> Ended:
     words = ("--steps", steps, "--overwrite", "--out", "again.zarr", "--allow-different")
     return trace(runs.folder, "reenact", f"{run}.zarr", *words, "train.py", CHANGED=changed)
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,111 +12,36 @@ import pytest
 from torch.utils.data.distributed import DistributedSampler
 
 import tracer
-from tests.recording.reenacting.scripts import HEAD, SCRIPTS, TWO_RANKS
-from tests.recording.reenacting.test_reenact import trace, values
-from tracer.messaging.messages import STATE_KINDS
+from tests.recording.launching.recorded_programs import Ended, begin, trace
+from tests.recording.reenacting.conftest import IDS
+from tests.recording.reenacting.scripts import DATA_SETS, HEAD, TWO_RANKS
+from tests.recording.reenacting.test_reenact import values
 from tracer.observing.reductions import hash_of
 
-OWN_LOSS = """
-x, y = torch.randn(61, 6), torch.randn(61, 3)
-model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2), nn.Linear(8, 3))
-optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-mean, some = sum(float(a.mean()) for a, _ in DataLoader(TensorDataset(x, y), 8)), next(iter(DataLoader(x, 4)))
-for epoch in range(8):
-    model.train()
-    for a, b in DataLoader(TensorDataset(x, y), 8, shuffle=True):
-        optimizer.zero_grad()
-        ((model(a * 2 + 1) - b) ** 2).mean().backward()
-        optimizer.step()
-    model.eval()
-    for a, b in DataLoader(TensorDataset(x, y), 16):
-        model(a)
-"""
-WORKERS = """
-x, y = torch.randn(61, 6), torch.randint(0, 3, (61,))
-model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-loader = DataLoader(TensorDataset(x, y), 8, shuffle=True, num_workers=2)
-def ahead(batches):
-    before = None
-    for a, b in batches:
-        after = a.double().float(), b
-        if before is not None:
-            yield before
-        before = after
-    yield before
-for epoch in range(4):
-    for number, (a, b) in enumerate(ahead(loader)):
-        if number % 2 == 0:
-            optimizer.zero_grad()
-        F.cross_entropy(model(a), b).backward()
-        if number % 2 == 1:
-            optimizer.step()
-"""
-AUGMENTED = """
-class Noisy(TensorDataset):
-    def __getitem__(self, index):
-        a, b = super().__getitem__(index)
-        return a + 0.1 * torch.randn(6), b
-x, y = torch.randn(400, 6), torch.randint(0, 3, (400,))
-model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for a, b in DataLoader(Noisy(x, y), 8, shuffle=True):
-    optimizer.zero_grad()
-    F.cross_entropy(model(a), b).backward()
-    optimizer.step()
-"""
-LOADED = {
-    **{name: SCRIPTS[name] for name in ("cnn", "compiled", "lightning", "transformers", "gan")},
-    "own loss": OWN_LOSS,
-    "workers": WORKERS,
-    "augmented": AUGMENTED,
-}
-STATE = {"kinds": ["weights", "biases", *STATE_KINDS], "every": 10, "tags": ["default"]}
-IDS = [
-    {"kinds": ["generators", "hyperparameters", "sample_ids"], "tags": ["default"]},
-    STATE,
-    {"reduce": "hash", "tags": ["default"]},
-]
+LOADED = ("cnn", "compiled", "lightning", "transformers", *DATA_SETS)
 
 
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Records a script once with sample ids and once in full, and gives the folder."""
-
-    @functools.cache
-    def record(name: str) -> Path:
-        folder = tmp_path_factory.mktemp(name)
-        (folder / "train.py").write_text(HEAD + LOADED[name])
-        (folder / "ids.json").write_text(json.dumps(IDS))
-        for words in (("--config", "ids.json", "--out", "run.zarr"), ("--out", "full.h5")):
-            done = trace(folder, "record", *words, "train.py")
-            assert done.returncode == 0, done.stderr
-        return folder
-
-    return record
-
-
-def again(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def again(folder: Path, *words: str) -> Ended:
     """Run steps of the recorded run again."""
-    return trace(folder, "reenact", "run.zarr", "--overwrite", *words)
+    return trace(folder, "reenact", "ids.zarr", "--overwrite", *words)
 
 
-@pytest.mark.parametrize("name", [name for name in LOADED if name != "gan"])
-@pytest.mark.parametrize("steps", [(3, 6), (11, 14)])
+@pytest.mark.parametrize(
+    ("name", "steps"), [*((name, (11, 14)) for name in LOADED), ("cnn", (3, 6)), ("workers", (3, 6))]
+)
 def test_the_data_set_gives_the_inputs(name: str, steps: tuple[int, int], recorded: Any) -> None:
     """No input and no label was kept; every tensor is that of a full recording."""
     if name in ("lightning", "transformers"):
         pytest.importorskip(name)
-    folder = recorded(name)
-    with tracer.open(folder / "run.zarr") as reader:
+    folder = recorded(name, "ids")
+    with tracer.open(folder / "ids.zarr") as reader:
         assert not {"input_data", "input_labels"} & {one.kind for one in reader.streams}
     done = again(folder, "--steps", "{}:{}".format(*steps), "--out", "again.zarr", "--json", "train.py")
     assert done.returncode == 0, done.stdout + done.stderr
     verdict = json.loads(done.stdout)
     assert verdict["identical"]
     assert verdict["compared"] == verdict["equal"] > 20
-    expected, found = values(folder / "full.h5", steps), values(folder / "again.zarr", steps)
+    expected, found = values(folder / "full.zarr", steps), values(folder / "again.zarr", steps)
     assert found.keys() == expected.keys()
     for place, tensor in found.items():
         assert hash_of(tensor) == hash_of(expected[place]), place
@@ -126,7 +49,7 @@ def test_the_data_set_gives_the_inputs(name: str, steps: tuple[int, int], record
 
 def test_large_inputs_are_kept_as_a_hash(recorded: Any) -> None:
     """Of batches that are larger than `hash_above`, the data set gives inputs and labels."""
-    folder = recorded("augmented")
+    folder = recorded("augmented", "ids")
     first = {**IDS[0], "kinds": [*IDS[0]["kinds"], "input_data", "input_labels"], "hash_above": 8 * 3}
     (folder / "large.json").write_text(json.dumps([first, *IDS[1:]]))
     done = trace(folder, "record", "--config", "large.json", "--out", "large.zarr", "train.py")
@@ -140,11 +63,11 @@ def test_large_inputs_are_kept_as_a_hash(recorded: Any) -> None:
 
 def test_what_is_no_datapoint_is_drawn_again(recorded: Any) -> None:
     """The noise that a generator is given has no ids; the script draws it as it did, and its hash verifies it."""
-    folder = recorded("gan")
+    folder = recorded("gan", "ids")
     done = again(folder, "--steps", "11:14", "--json", "train.py")
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads(done.stdout)["compared"] > 20
-    with tracer.open(folder / "run.zarr") as reader:
+    with tracer.open(folder / "ids.zarr") as reader:
         assert {one.leaf for one in reader.messages("sample_ids")} == {"critic"}
 
 
@@ -157,15 +80,15 @@ def shuffling_otherwise(folder: Path) -> Path:
 
 def test_the_order_of_the_script_does_not_matter(recorded: Any) -> None:
     """Its loader is fed; so it may shuffle otherwise, as long as the data is the same."""
-    folder = recorded("own loss")
+    folder = recorded("shuffled", "ids")
     done = again(folder, "--steps", "11:14", str(shuffling_otherwise(folder)))
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_a_changed_data_set_is_found(recorded: Any) -> None:
     """By the hash of the first input that it changed, with the step; with exit code 5."""
-    folder = recorded("own loss")
-    with tracer.open(folder / "run.zarr") as reader:
+    folder = recorded("shuffled", "ids")
+    with tracer.open(folder / "ids.zarr") as reader:
         ids = {one.global_step: one.data.tolist() for one in reader.messages("sample_ids", steps=(10, 14))}
     datapoint = next(one for one in ids[12] if one not in ids[10] + ids[11])
     changed = f"x[{datapoint}] += 1\nmodel = "
@@ -183,7 +106,7 @@ def test_a_changed_data_set_is_found(recorded: Any) -> None:
 
 def test_a_loss_of_the_scripts_own_gets_its_labels(recorded: Any) -> None:
     """Labels that no loss of torch's is given come from the loader, also where the inputs were kept."""
-    folder = recorded("own loss")
+    folder = recorded("shuffled", "ids")
     for name, kinds in (("with", ["sample_ids"]), ("without", [])):
         kept = {"kinds": ["generators", "hyperparameters", "input_data", *kinds], "tags": ["default"]}
         (folder / "kept.json").write_text(json.dumps([kept, *IDS[1:]]))
@@ -198,7 +121,7 @@ def test_a_loss_of_the_scripts_own_gets_its_labels(recorded: Any) -> None:
 
 def test_what_ids_need(recorded: Any) -> None:
     """A hash of the inputs, by which they are verified; and the data set, which a function has not."""
-    folder = recorded("own loss")
+    folder = recorded("shuffled", "ids")
     (folder / "bare.json").write_text(json.dumps(IDS[:2]))
     done = trace(folder, "record", "--config", "bare.json", "--out", "bare.zarr", "train.py")
     assert done.returncode == 0, done.stderr
@@ -208,7 +131,7 @@ def test_what_ids_need(recorded: Any) -> None:
     assert "or sample_ids and a hash of input_data" in refused.stderr
     with pytest.raises(tracer.CaptureError, match=r"has no input_data of step 10, so .* input_labels at every step$"):
         tracer.reenact(
-            folder / "run.zarr",
+            folder / "ids.zarr",
             None,
             (),
             lambda *_: None,
@@ -219,11 +142,11 @@ def test_what_ids_need(recorded: Any) -> None:
 
 def test_ids_come_back(recorded: Any) -> None:
     """The trace of the steps has the sample ids of the run, so that blame names datapoints by them."""
-    folder = recorded("workers")
-    done = again(folder, "--steps", "11:14", "-k", "loss", "--out", "ids.zarr", "train.py")
+    folder = recorded("workers", "ids")
+    done = again(folder, "--steps", "11:14", "-k", "loss", "--out", "back.zarr", "train.py")
     assert done.returncode == 0, done.stdout + done.stderr
     found = []
-    for name in ("run.zarr", "ids.zarr"):
+    for name in ("ids.zarr", "back.zarr"):
         with tracer.open(folder / name) as reader:
             messages = reader.messages("sample_ids", steps=(11, 14))
             found.append([(one.global_step, one.call, one.data.tolist()) for one in messages])
@@ -238,16 +161,18 @@ def test_two_ranks_have_their_own(tmp_path: Path) -> None:
     (tmp_path / "ids.json").write_text(json.dumps(IDS))
     environment = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     torchrun = ("torchrun", "--nproc-per-node", "2", "train.py")
-    done = trace(tmp_path, "record", "--config", "ids.json", "--out", "run.zarr", *torchrun, **environment)
+    done = begin(
+        tmp_path, "-m", "tracereel", "record", "--config", "ids.json", "--out", "ids.zarr", *torchrun, **environment
+    )
     assert done.returncode == 0, done.stderr
     found: dict[int, list[list[int]]] = {0: [], 1: []}
-    with tracer.open(tmp_path / "run.zarr") as reader:
+    with tracer.open(tmp_path / "ids.zarr") as reader:
         for one in reader.messages("sample_ids", steps=(5, 10)):
             found[one.rank].append(one.data.tolist())
     for rank, rows in found.items():
         sampler = DistributedSampler(range(60), num_replicas=2, rank=rank)  # type: ignore[arg-type]
         sampler.set_epoch(1)
         assert [one for row in rows for one in row] == list(sampler)
-    done = trace(tmp_path, "reenact", "run.zarr", "--steps", "13:16", *torchrun, **environment)
+    done = begin(tmp_path, "-m", "tracereel", "reenact", "ids.zarr", "--steps", "13:16", *torchrun, **environment)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("are equal to the bit") == 2

@@ -115,17 +115,22 @@ def certify_script(
     CaptureError
         If this process is one of several ranks.
     """
-    process = this_process()
-    if process.size > 1:
-        raise CaptureError(
-            f"--certify runs a script of one process, and this is rank {process.rank} of {process.size}: give it to a "
-            "run of one process, or call tracer.certify in the script"
-        )
+    _refuse_ranks("--certify", "or call tracer.certify in the script")
     request = Request(program=program, settings=settings, options=options, purpose="certify", steps=steps)
     with termination.raises(), tempfile.TemporaryDirectory(prefix="trace-certify-") as folder:
         runs = [rehearse(request, Path(folder), recorded=recorded)[0] for recorded in (False, True, False)]
     hint = "; it seeds a generator anew in each run, reads the clock, or computes in no fixed order"
     return compare(*runs, hint=hint)
+
+
+def _refuse_ranks(option: str, advice: str) -> None:
+    """Raise `CaptureError` if this process is one of several ranks, whose rehearsals would wait for each other."""
+    process = this_process()
+    if process.size > 1:
+        raise CaptureError(
+            f"{option} runs a script of one process, and this is rank {process.rank} of {process.size}: give it to a "
+            f"run of one process, {advice}"
+        )
 
 
 def rehearse(request: Request, folder: Path, *, recorded: bool) -> tuple[RehearsedSteps, dict[str, Any]]:
@@ -258,12 +263,7 @@ def dry_run(
     CaptureError
         If this process is one of several ranks, or the script trains nothing, fails, or cannot be recorded.
     """
-    process = this_process()
-    if process.size > 1:
-        raise CaptureError(
-            f"--dry-run runs a script of one process, and this is rank {process.rank} of {process.size}: give it to a "
-            "run of one process, whose streams are those of each rank"
-        )
+    _refuse_ranks("--dry-run", "whose streams are those of each rank")
     request = Request(
         program=program, settings=settings, options=options.unbounded(), purpose="dry-run", steps=DRY_RUN_STEPS
     )
@@ -278,9 +278,11 @@ def dry_run(
     seen = len(recorded.taken)
     if seen < DRY_RUN_STEPS and run_steps is None:  # the script ended by itself
         run_steps = seen
-    streams = [_per_step(one, seen) for one in told["streams"]]
+    streams = told["streams"]
     full = sum(stream["bytes_per_recorded_step"] for stream in streams)
-    mean = sum(stream["bytes_per_recorded_step"] * _share(stream) for stream in streams)
+    shares = [burst / every for burst, every in map(_rhythm, streams)]
+    mean = sum(stream["bytes_per_recorded_step"] * share for stream, share in zip(streams, shares, strict=True))
+    in_run = sum(stream["bytes_per_recorded_step"] * _due(stream, run_steps or 0) for stream in streams)
     overhead = compare(bare, recorded, again).overhead
     ratio = overhead.get("cpu_ratio")
     return {
@@ -289,7 +291,7 @@ def dry_run(
         "bytes_per_recorded_step": full,
         "bytes_per_step": mean,
         "run_steps": run_steps,
-        "bytes_per_run": None if run_steps is None else round(sum(_in_run(stream, run_steps) for stream in streams)),
+        "bytes_per_run": None if run_steps is None else round(in_run),
         "max_overhead": options.max_overhead,
         "max_bytes": options.max_bytes,
         "stop_at_bytes": options.stop_at_bytes,
@@ -299,26 +301,6 @@ def dry_run(
         "steps": overhead.get("steps", 0),
         "steps_seen": seen,
     }
-
-
-def _per_step(stream: Mapping[str, Any], seen: int) -> dict[str, Any]:
-    told = {name: stream[name] for name in ("kind", "module", "leaf", "tag", "dtype", "shapes")}
-    size = stream["bytes"] / stream["count"]
-    # the number of steps in an epoch is unknown, and an epoch's events have no data
-    count = 0 if stream["clock"] == "epoch" else stream["kept"]
-    return told | {
-        "bytes_per_message": size,
-        "messages_per_recorded_step": count / seen,
-        # data, and a row in the journal for each message
-        "bytes_per_recorded_step": (size * count + count * ROW_BYTES) / seen,
-        **{name: stream[name] for name in ("every", "burst", "start", "stop", "clock")},
-    }
-
-
-def _share(stream: Mapping[str, Any]) -> float:
-    """The share of steps in which a stream is recorded, in the long run."""
-    burst, every = _rhythm(stream)
-    return burst / every
 
 
 def _rhythm(stream: Mapping[str, Any]) -> tuple[int, int]:
@@ -341,11 +323,6 @@ def _due(stream: Mapping[str, Any], steps: int) -> int:
     stop = max(stream["start"], steps if stream["stop"] is None else min(steps, stream["stop"]))
     until, before = ((step // every) * burst + min(step % every, burst) for step in (stop, stream["start"]))
     return int(until - before)
-
-
-def _in_run(stream: Mapping[str, Any], steps: int) -> float:
-    per_step: float = stream["bytes_per_recorded_step"]
-    return _due(stream, steps) * per_step
 
 
 _SEED = 67280421310721
@@ -421,40 +398,41 @@ class _OfScript(Rehearsal):
         self._watch_backward()  # only now, so that it wraps the recording's own `backward`
 
     def _tell_streams(self, path: str, captures: Sequence[Capture]) -> None:
-        """Report each stream of the trace, and how often its capture takes it."""
+        """Report each stream of the trace as `dry_run` returns it."""
         assert self.recording is not None
-        exporter = self.recording.exporter
+        exporter, probe = self.recording.exporter, self._request.options.probe
+        steps = max(1, len(self.steps.taken))
         by_capture = {id(one): real for one, real in zip(exporter.captures, captures, strict=True)}
         streams = []
         with TraceReader(path) as trace:
-            header, rows = len(json.dumps(trace.header)), trace.journal
+            rows = trace.journal
             for stream in trace.streams:
-                taken, kind = (
-                    exporter.parts.demand.capture_of(stream.kind, stream.module, stream.tag),
-                    observed(stream.kind),
-                )
+                kind = observed(stream.kind)
+                taken = exporter.parts.demand.capture_of(stream.kind, stream.module, stream.tag)
                 capture = by_capture[id(taken)] if taken is not None else Capture()
                 clock = KINDS[kind].clock if kind in KINDS else "global_step"
                 probed, training = stream.tag == PROBE, stream.tag == DEFAULT_TAG
                 thinned = not probed and kind in KINDS and clock == "global_step"
-                probe = self._request.options.probe
                 every = probe.every if probed and probe else capture.every if thinned else 1
-                calls = rows[rows[:, Column.STREAM] == stream.id, Column.CALL]
+                burst = capture.burst if thinned else 1
                 aside = clock != "epoch" and not probed and not (training and thinned)
                 # if a module is called once in each pass, its call numbers are the passes' numbers
-                burst = capture.burst if thinned else 1
+                calls = rows[rows[:, Column.STREAM] == stream.id, Column.CALL]
                 kept = int((calls % every < burst).sum()) if aside else stream.count
+                # the number of steps in an epoch is unknown, and an epoch's events have no data
+                count = 0 if clock == "epoch" else kept
+                size = stream.bytes / stream.count
                 streams.append(
-                    {
-                        name: getattr(stream, name)
-                        for name in ("kind", "module", "leaf", "tag", "dtype", "count", "bytes")
-                    }
-                    | {"shapes": [list(shape) for shape in stream.shapes]}
+                    {name: getattr(stream, name) for name in ("kind", "module", "leaf", "tag", "dtype")}
+                    | {"shapes": [list(shape) for shape in stream.shapes], "bytes_per_message": size}
+                    | {"messages_per_recorded_step": count / steps}
+                    # data, and a row in the journal for each message
+                    | {"bytes_per_recorded_step": (size * count + count * ROW_BYTES) / steps}
                     | {"every": every, "burst": burst, "start": capture.start if thinned else 0}
-                    | {"stop": capture.stop if thinned else None, "kept": kept}
+                    | {"stop": capture.stop if thinned else None}
                     | {"clock": "epoch" if clock == "epoch" else "aside" if aside else "step"}
                 )
-        self._tell(streams=streams, header=header)
+        self._tell(streams=streams)
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-import tracer
 from analyze import check
-from tests.recording.launching.recorded_scripts import PLAIN, record, run, script
+from tests.recording.launching.recorded_programs import PLAIN, alone, begin, record_here, recorded, script, trace
 
 
 def test_modules_with_names_of_their_own(tmp_path: Path) -> None:
@@ -25,11 +24,9 @@ def test_modules_with_names_of_their_own(tmp_path: Path) -> None:
             self.parameters = "none"
     bag = Bag()
     """
-    done = record(tmp_path, str(script(tmp_path, textwrap.dedent(body) + PLAIN)))
-    assert done.returncode == 0, done.stderr
-    with tracer.open(tmp_path / "run.zarr") as trace:
-        assert trace.select("loss", tags="default").size == 6
-        assert not trace.notes or "problem" not in str(trace.notes)
+    run = recorded(tmp_path, textwrap.dedent(body) + PLAIN)
+    assert run.trace.select("loss", tags="default").size == 6
+    assert not run.trace.notes or "problem" not in str(run.trace.notes)
 
 
 def test_two_models_are_told_apart(tmp_path: Path) -> None:
@@ -44,14 +41,12 @@ def test_two_models_are_told_apart(tmp_path: Path) -> None:
         optD.zero_grad(); (netD(x).mean() - netD(fake.detach()).mean()).backward(); optD.step()
         optG.zero_grad(); netD(fake).mean().backward(); optG.step()
     """
-    done = record(tmp_path, str(script(tmp_path, body)))
-    assert done.returncode == 0, done.stderr
-    with tracer.open(tmp_path / "run.zarr") as trace:
-        modules = {stream.module for stream in trace.streams if stream.kind == "weight_updates"}
-        calls = [m.call for m in trace.messages(kinds="activations", modules="netD.0", steps=(0, 1))]
-        assert modules == {"netG", "netD.0", "netD.2"}
-        assert calls == [0, 1, 2]
-        assert trace.info["steps"] == [0, 2]
+    run = recorded(tmp_path, body)
+    modules = {stream.module for stream in run.trace.streams if stream.kind == "weight_updates"}
+    calls = [m.call for m in run.trace.messages(kinds="activations", modules="netD.0", steps=(0, 1))]
+    assert modules == {"netG", "netD.0", "netD.2"}
+    assert calls == [0, 1, 2]
+    assert run.trace.info["steps"] == [0, 2]
 
 
 RAW = """
@@ -87,33 +82,27 @@ torch.save(kept, sys.argv[1])
 @pytest.mark.parametrize("loss", ["F.cross_entropy(x @ w + b, y)", "((x @ w + b) ** 2).mean()"])
 def test_tensors_of_no_module(tmp_path: Path, loss: str) -> None:
     """What the optimizers train is recorded as ``parameters.N``, with the values that the script had, and a note."""
-    path = script(tmp_path, RAW + OPTIMIZED.replace("LOSS", loss))
-    alone, recorded = run(tmp_path, str(path), "alone.pt"), record(tmp_path, "--certify", "2", str(path), "kept.pt")
-    assert (alone.returncode, recorded.returncode, alone.stdout) == (0, 0, recorded.stdout), recorded.stderr
-    assert "certificate: identical" in recorded.stderr
+    run = recorded(tmp_path, RAW + OPTIMIZED.replace("LOSS", loss), "--certify", "2", arguments=["kept.pt"])
+    assert run.stdout == alone(tmp_path, "train.py", "alone.pt")
+    assert "certificate: identical" in run.stderr
     kept = torch.load(tmp_path / "alone.pt")
-    with tracer.open(tmp_path / "run.zarr") as trace:
-        assert trace.status == "finished"
-        names = ["weights", "weight_gradients", "weight_updates"]
-        streams = [("loss", None), *((kind, f"parameters.{number}") for number in (0, 1) for kind in names)]
-        for place, (kind, module) in enumerate(streams):
-            steps, values = trace.array(kind, module)
-            assert steps.tolist() == [0, 1, 2]
-            assert all(torch.equal(torch.as_tensor(one), step[place]) for one, step in zip(values, kept, strict=True))
-        assert any("parameters.0" in note["problem"]["why"] for note in trace.notes if "problem" in note)
+    names = ["weights", "weight_gradients", "weight_updates"]
+    streams = [("loss", None), *((kind, f"parameters.{number}") for number in (0, 1) for kind in names)]
+    for place, (kind, module) in enumerate(streams):
+        steps, values = run.trace.array(kind, module)
+        assert steps.tolist() == [0, 1, 2]
+        assert all(torch.equal(torch.as_tensor(one), step[place]) for one, step in zip(values, kept, strict=True))
+    assert any("parameters.0" in note["problem"]["why"] for note in run.trace.notes if "problem" in note)
 
 
 @pytest.mark.parametrize("loss", ["F.cross_entropy(x @ w + b, y)", "((x @ w + b) ** 2).mean()"])
 def test_updates_by_hand(tmp_path: Path, loss: str) -> None:
     """No optimizer ends a step: each backward does. The losses are those that the script prints, and a note says so."""
-    path = script(tmp_path, RAW + BY_HAND.replace("LOSS", loss))
-    alone, recorded = run(tmp_path, str(path)), record(tmp_path, "--strict", str(path))
-    assert (alone.returncode, recorded.returncode, alone.stdout) == (0, 0, recorded.stdout), recorded.stderr
-    with tracer.open(tmp_path / "run.zarr") as trace:
-        steps, values = trace.array("loss")
-        assert steps.tolist() == [0, 1, 2]
-        assert [float(one) for one in values] == [float(line.split()[0]) for line in alone.stdout.splitlines()]
-        assert any("by hand" in note["problem"]["why"] for note in trace.notes if "problem" in note)
+    run = recorded(tmp_path, RAW + BY_HAND.replace("LOSS", loss), "--strict")
+    assert run.stdout == alone(tmp_path)
+    assert run.steps("loss") == [0, 1, 2]
+    assert run.values("loss") == [float(line.split()[0]) for line in run.stdout.splitlines()]
+    assert any("by hand" in note["problem"]["why"] for note in run.trace.notes if "problem" in note)
 
 
 def test_tensors_that_are_no_modules_may_be_trained_first(tmp_path: Path) -> None:
@@ -125,12 +114,9 @@ def test_tensors_that_are_no_modules_may_be_trained_first(tmp_path: Path) -> Non
         first.zero_grad(); F.mse_loss(image, x).backward(); first.step()
     del first
     """
-    alone = record(tmp_path, str(script(tmp_path, body)))
-    assert alone.returncode == 0
-    done = record(tmp_path, "--overwrite", str(script(tmp_path, textwrap.dedent(body) + PLAIN)))
-    assert done.returncode == 0, done.stderr
-    with tracer.open(tmp_path / "run.zarr") as trace:
-        counts = {one.module: one.count for one in trace.streams if one.kind == "weight_gradients"}
+    assert record_here(tmp_path, script(tmp_path, body)).returncode == 0
+    run = recorded(tmp_path, textwrap.dedent(body) + PLAIN)
+    counts = {one.module: one.count for one in run.trace.streams if one.kind == "weight_gradients"}
     assert counts == {"parameters.0": 3, "0": 6, "3": 6}
 
 
@@ -143,10 +129,8 @@ def test_a_second_training_is_recorded_too(tmp_path: Path) -> None:
     first = nn.Sequential(nn.Linear(4, 3)); train(first, torch.optim.SGD(first.parameters(), lr=0.1))
     second = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)); train(second, torch.optim.Adam(second.parameters()))
     """
-    done = record(tmp_path, str(script(tmp_path, body)))
-    assert done.returncode == 0, done.stderr
-    with tracer.open(tmp_path / "run.zarr") as trace:
-        steps = {(one.kind, one.module): one.steps for one in trace.streams}
+    run = recorded(tmp_path, body)
+    steps = {(one.kind, one.module): one.steps for one in run.trace.streams}
     assert steps["activations", "0"] == (0, 1)
     assert steps["activations", "second.1"] == steps["layer_gradients", "second.0"] == (2, 3)
     assert steps["weight_updates", "second.0"] == (2, 3)
@@ -174,14 +158,12 @@ print(sum(one() is not None for pair in made for one in pair))
 
 def test_models_that_a_script_is_done_with_are_let_go(tmp_path: Path) -> None:
     """As in cross-validation: one model after another is recorded as the first one was, and none is kept."""
-    done = record(tmp_path, str(script(tmp_path, FOLDS.format(of_itself="", afterwards=""))))
-    assert done.returncode == 0, done.stderr
-    (printed, there), (alone, there_alone) = done.stdout.splitlines(), run(tmp_path, "train.py").stdout.splitlines()
+    run = recorded(tmp_path, FOLDS.format(of_itself="", afterwards=""), apart=True)
+    (printed, there), (alone, there_alone) = run.stdout.splitlines(), begin(tmp_path, "train.py").stdout.splitlines()
     assert printed == alone
     assert int(there) <= int(there_alone) + 2  # the last model and its optimizer
-    with tracer.open(tmp_path / "run.zarr") as trace:
-        assert trace.info["steps"] == [0, 59]
-        kinds = collections.Counter((message.kind, message.key) for message in trace.messages())
+    assert run.trace.info["steps"] == [0, 59]
+    kinds = collections.Counter((message.kind, message.key) for message in run.trace.messages())
     assert {kinds[kind, None] for kind in ("input_data", "network_output", "loss")} == {60}
     assert {kinds[kind, name] for kind in ("weights", "weight_updates") for name in ("0", "2")} == {60}
     assert {name for _, name in kinds} == {None, "0", "1", "2"}
@@ -190,15 +172,12 @@ def test_models_that_a_script_is_done_with_are_let_go(tmp_path: Path) -> None:
 @pytest.mark.parametrize("afterwards", ["", "net(x)"])
 def test_models_that_are_garbage_are_collected(tmp_path: Path, afterwards: str) -> None:
     """Models whose parts refer to each other are let go before there are many; and in the midst of a step, too."""
-    body = FOLDS.format(of_itself="net.itself = [net]", afterwards=afterwards)
-    done = record(tmp_path, str(script(tmp_path, body)))
-    assert done.returncode == 0, done.stderr
-    (printed, there), (alone, there_alone) = done.stdout.splitlines(), run(tmp_path, "train.py").stdout.splitlines()
+    run = recorded(tmp_path, FOLDS.format(of_itself="net.itself = [net]", afterwards=afterwards), apart=True)
+    (printed, there), (alone, there_alone) = run.stdout.splitlines(), begin(tmp_path, "train.py").stdout.splitlines()
     assert printed == alone
     assert int(there) <= 10
     assert int(there_alone) >= 30
-    with tracer.open(tmp_path / "run.zarr") as trace:
-        losses = [message.global_step for message in trace.messages("loss")]
+    losses = [message.global_step for message in run.trace.messages("loss")]
     assert losses == list(range(60))
 
 
@@ -214,11 +193,9 @@ def test_models_that_a_script_keeps_are_kept(tmp_path: Path) -> None:
     for net, opt, _ in kept:
         opt.zero_grad(); F.cross_entropy(net(x), y).backward(); opt.step()
     """
-    done = record(tmp_path, str(script(tmp_path, body)))
-    assert done.returncode == 0, done.stderr
-    assert "False" not in done.stdout
-    with tracer.open(tmp_path / "run.zarr") as trace:
-        updates = {stream.module: stream.steps for stream in trace.streams if stream.kind == "weight_updates"}
+    run = recorded(tmp_path, body)
+    assert "False" not in run.stdout
+    updates = {stream.module: stream.steps for stream in run.trace.streams if stream.kind == "weight_updates"}
     assert list(updates) == ["", "net", "net_"]
     assert [steps[1] for steps in updates.values()] == [3, 3, 3]  # all in one: the last one ends it
 
@@ -232,12 +209,10 @@ def test_layers_in_eval_of_a_model_that_is_trained_by_its_parts(tmp_path: Path) 
         net.train(); net[0][1].eval()
         opt.zero_grad(); F.cross_entropy(net[1](net[0](x)), y).backward(); opt.step()
     """
-    done = record(tmp_path, str(script(tmp_path, body)))
-    assert done.returncode == 0, done.stderr
-    with tracer.open(tmp_path / "run.zarr") as trace:
-        for kind in ("activations", "layer_gradients"):
-            found = [(one.global_step, one.tag) for one in trace.messages(kind, modules="0.1")]
-            assert found == [(0, "default"), (1, "default")]
+    run = recorded(tmp_path, body)
+    for kind in ("activations", "layer_gradients"):
+        found = [(one.global_step, one.tag) for one in run.trace.messages(kind, modules="0.1")]
+        assert found == [(0, "default"), (1, "default")]
 
 
 def test_models_that_are_frozen_for_the_collector(tmp_path: Path) -> None:
@@ -252,10 +227,8 @@ def test_models_that_are_frozen_for_the_collector(tmp_path: Path) -> None:
             opt.zero_grad(); F.cross_entropy(net(x), y).backward(); opt.step()
     main()
     """
-    done = record(tmp_path, str(script(tmp_path, body)))
-    assert done.returncode == 0, done.stderr
-    with tracer.open(tmp_path / "run.zarr") as trace:
-        assert [one.global_step for one in trace.messages("weights", modules="1")] == [0, 1]
+    run = recorded(tmp_path, body, apart=True)
+    assert [one.global_step for one in run.trace.messages("weights", modules="1")] == [0, 1]
 
 
 def test_models_that_are_trained_after_one_that_is_kept(tmp_path: Path) -> None:
@@ -271,13 +244,11 @@ def test_models_that_are_trained_after_one_that_is_kept(tmp_path: Path) -> None:
     kept = fit()
     for _ in range(3): fit()
     """
-    done = record(tmp_path, "--profile", "full", str(script(tmp_path, body)))
-    assert done.returncode == 0, done.stderr
+    run = recorded(tmp_path, body, "--profile", "full")
     torch.manual_seed(0)
     x = torch.randn(20, 4)
-    with tracer.open(tmp_path / "run.zarr") as trace:
-        inputs = {one.global_step: (one.leaf, one.data) for one in trace.messages("input_data")}
-        layers = {(one.global_step // 4, one.key) for one in trace.messages("activations")}
+    inputs = {one.global_step: (one.leaf, one.data) for one in run.trace.messages("input_data")}
+    layers = {(one.global_step // 4, one.key) for one in run.trace.messages("activations")}
     names = ["", "sequential", "sequential_", "sequential__"]
     assert [inputs[step][0] for step in range(16)] == [name for name in names for _ in range(4)]
     for step, (_, data) in inputs.items():
@@ -298,11 +269,9 @@ def test_models_that_are_trained_one_after_another_have_losses_of_their_own(tmp_
     kept = fit(2.0)
     for lr in (2.0, 2.0): fit(lr)
     """
-    done = record(tmp_path, str(script(tmp_path, body)))
-    assert done.returncode == 0, done.stderr
-    printed = [float(line.split()[1]) for line in done.stdout.splitlines()]
-    with tracer.open(tmp_path / "run.zarr") as trace:
-        losses = [(one.global_step, one.leaf, float(one.data)) for one in trace.messages("loss")]
+    run = recorded(tmp_path, body)
+    printed = [float(line.split()[1]) for line in run.stdout.splitlines()]
+    losses = [(one.global_step, one.leaf, float(one.data)) for one in run.trace.messages("loss")]
     assert [(step, value) for step, _, value in losses] == list(enumerate(printed))
     assert [leaf for _, leaf, _ in losses] == [*[""] * 30, *["linear"] * 30, *["linear_"] * 30]
     assert not [one for one in check(tmp_path / "run.zarr").findings if one.rule == "loss_spike"]
@@ -324,16 +293,14 @@ def test_a_model_of_which_only_parts_are_called(tmp_path: Path, loss: str) -> No
     for k in range(4):
         opt.zero_grad(); {loss}.backward(); opt.step()
     """
-    done = record(tmp_path, "--profile", "standard", str(script(tmp_path, body)))
-    assert done.returncode == 0, done.stderr
-    with tracer.open(tmp_path / "run.zarr") as trace:
-        (problem,) = [one["problem"] for one in trace.notes if one.get("problem", {}).get("what") == "input_data"]
-        assert {one.global_step for one in trace.messages("activations_statistics")} == set(range(4))
+    run = recorded(tmp_path, body, "--profile", "standard")
+    (problem,) = [one["problem"] for one in run.trace.notes if one.get("problem", {}).get("what") == "input_data"]
+    assert {one.global_step for one in run.trace.messages("activations_statistics")} == set(range(4))
     assert "the model itself was never called" in problem["why"]
     told = check(tmp_path / "run.zarr").unjudged
     assert "input_data" in told["input_not_normalised"]
     assert not [one for one in told.values() if "reenact" in one]
-    done = run(tmp_path, "-m", "tracereel", "reenact", "run.zarr", "--steps", "1:2", "--out", "again.zarr", "train.py")
+    done = trace(tmp_path, "reenact", "run.zarr", "--steps", "1:2", "--out", "again.zarr", "train.py")
     assert done.returncode == 2
     assert "the model itself was never called" in done.stderr
 
@@ -354,12 +321,106 @@ def test_an_activation_that_models_share(tmp_path: Path) -> None:
             optimizer.step()
         kept.append(model.eval())
     """
-    done = record(tmp_path, "--profile", "standard", str(script(tmp_path, body)))
-    assert done.returncode == 0, done.stderr
-    assert "recorded 60 steps; numbers of every layer at every step" in done.stderr
-    with tracer.open(tmp_path / "run.zarr") as trace:
-        assert "eval() mode" not in str(trace.notes)
+    run = recorded(tmp_path, body, "--profile", "standard")
+    assert "recorded 60 steps; numbers of every layer at every step" in run.stderr
+    assert "eval() mode" not in str(run.trace.notes)
     assert not [finding for finding in check(tmp_path / "run.zarr").findings if finding.rule == "evaluation_mode"]
+
+
+def test_a_model_that_is_called_like_a_part_of_another(tmp_path: Path) -> None:
+    """The second one gets another name: each has its own values."""
+    body = """
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encoder, self.head = nn.Linear(4, 5), nn.Linear(5, 3)
+        def forward(self, x): return self.head(self.encoder(x))
+    def train(net, opt, target):
+        for _ in range(2):
+            opt.zero_grad(); F.mse_loss(net(x), target).backward(); opt.step()
+    net = Net()
+    train(net, torch.optim.SGD(net.parameters(), lr=0.1), torch.zeros(20, 3))
+    print("loss", float(net.encoder.weight.detach().sum()))
+    encoder = nn.Linear(4, 5)
+    opt = torch.optim.SGD(encoder.parameters(), lr=0.1)
+    print("loss", float(encoder.weight.detach().sum()))
+    train(encoder, opt, torch.zeros(20, 5))
+    """
+    run = recorded(tmp_path, body)
+    weights = [one for one in run.of("weights") if one.global_step == 2]
+    found = {one.key: float(one.data.sum()) for one in weights if one.data is not None}
+    assert len(weights) == len(found)
+    assert [found["encoder"], found["encoder_"]] == run.printed("loss")
+
+
+def test_parameters_that_take_another_name(tmp_path: Path) -> None:
+    """Pruning and renamed parts are followed, though there are as many parameters as before."""
+    body = """
+    from torch.nn.utils import prune
+    net = nn.Sequential(); net.one, net.two = nn.Linear(4, 4), nn.Linear(4, 3)
+    opt = torch.optim.SGD(net.parameters(), lr=0.1)
+    for step in range(4):
+        if step == 1: prune.l1_unstructured(net.one, "weight", amount=0.5)
+        if step == 2: net.head = net.two; del net._modules["two"]
+        if step == 3: prune.remove(net.one, "weight")
+        opt.zero_grad(); F.cross_entropy(net(x), y).backward(); opt.step()
+    """
+    run = recorded(tmp_path, body)
+    found = [sorted({one.key for one in run.of("weights") if one.global_step == step}) for step in range(4)]
+    assert found[0] == ["one", "two"]
+    assert "one.weight_orig" in found[1]
+    assert "two" in found[1]
+    assert ("head" in found[2], "two" in found[2]) == (True, False)
+    assert found[3] == ["head", "one"]
+
+
+def test_training_in_eval_mode_is_told(tmp_path: Path) -> None:
+    """As of a model that a library has loaded: its passes are of the training, and the trace tells the mode."""
+    body = """
+    net = nn.Linear(4, 3).eval(); opt = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(3): opt.zero_grad(); F.cross_entropy(net(x), y).backward(); opt.step()
+    """
+    run = recorded(tmp_path, body)
+    assert {one.tag for one in run.messages} == {"default"}
+    assert run.steps("eval_mode") == [0, 1, 2]
+    assert "step 0 was trained while the model was in eval() mode" in str(run.trace.notes)
+
+
+@pytest.mark.parametrize("collected", [True, False])
+def test_models_without_a_name_are_called_in_the_order_of_their_parameters(tmp_path: Path, collected: bool) -> None:
+    """Not in one that hangs on when garbage was collected: another run would have them the other way round."""
+    body = f"""
+    import gc
+    if not {collected}: gc.disable()
+    class Holder: pass
+    holder = Holder(); holder.parts = [nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)]
+    opt = torch.optim.SGD([p for one in holder.parts for p in one.parameters()], lr=0.1)
+    for _ in range(2):
+        opt.zero_grad(); out = x
+        for one in holder.parts: out = one(out)
+        F.cross_entropy(out, y).backward()
+        for one in holder.parts: print("sum", repr(float(one.weight.detach().sum())))
+        opt.step()
+    """
+    run = recorded(tmp_path, body)
+    weights = {(one.global_step, one.key): float(one.data.sum()) for one in run.of("weights") if one.data is not None}
+    names = ["linear", "linear_", "linear__"]
+    assert [weights[step, name] for step in range(2) for name in names] == run.printed("sum")
+
+
+def test_a_scripted_model_beside_another(tmp_path: Path) -> None:
+    """A ScriptModule's parameters have names, too."""
+    body = """
+    import gc
+    one, two = nn.Linear(4, 3), torch.jit.script(nn.Linear(4, 3))
+    gc.collect()  # of what it was made of
+    first, last = torch.optim.SGD(one.parameters(), lr=0.1), torch.optim.SGD(two.parameters(), lr=0.1)
+    for _ in range(2):
+        for net, opt in ((one, first), (two, last)):
+            opt.zero_grad(); F.cross_entropy(net(x), y).backward(); opt.step()
+    """
+    run = recorded(tmp_path, body)
+    assert {one.key for one in run.of("weights")} == {"one", "two"}
 
 
 @pytest.mark.parametrize("forgets", [False, True])
@@ -382,8 +443,7 @@ def test_a_target_network_in_eval_mode(tmp_path: Path, forgets: bool) -> None:
         (agent.critic(torch.randn(8, 4)) - aim).square().mean().backward()
         optimizer.step()
     """
-    done = record(tmp_path, "--profile", "standard", str(script(tmp_path, body)))
-    assert done.returncode == 0, done.stderr
+    recorded(tmp_path, body, "--profile", "standard")
     found = [finding for finding in check(tmp_path / "run.zarr").findings if finding.rule == "evaluation_mode"]
     assert [finding.evidence.startswith("step 0 was trained") for finding in found] == [True] * forgets
 
@@ -413,12 +473,10 @@ def test_a_model_of_graph_batches(tmp_path: Path, fields: str) -> None:
         torch.nn.functional.cross_entropy(model(data), torch.arange(12) % 3).backward()
         optimizer.step()
     """
-    path = script(tmp_path, body)
-    assert record(tmp_path, "--profile", "standard", str(path)).returncode == 0
-    done = run(tmp_path, "-m", "tracereel", "reenact", "run.zarr", "--steps", "2:4", "--out", "again.zarr", path.name)
-    with tracer.open(tmp_path / "run.zarr") as trace:
-        seen = {message.leaf for message in trace.messages("input_data")}
+    run = recorded(tmp_path, body, "--profile", "standard")
+    seen = {message.leaf for message in run.trace.messages("input_data")}
     assert seen == (set() if fields == "hidden" else {"0.x", "0.edges"})
+    done = trace(tmp_path, "reenact", "run.zarr", "--steps", "2:4", "--out", "again.zarr", "train.py")
     if fields == "hidden":
         assert done.returncode == 2
         assert "no object of the class Data is looked into" in done.stderr
