@@ -21,12 +21,11 @@ from tracer.format.journal import COLUMNS
 from tracer.format.names import part_name
 from tracer.format.tables import Stream
 from tracer.messaging.messages import Message, ModuleMessage, NetworkMessage
-from tracer.trace.columns import Columns, Together
+from tracer.trace.columns import Columns, Group
 from tracer.trace.reader import TraceReader
 from tracer.trace.writer import TraceWriter
-from tracer.upkeep import survey_journal
+from tracer.upkeep.damage import Chunks
 from tracer.upkeep.recover import recover
-from tracer.upkeep.survey_chunks import Chunks
 from tracer.upkeep.verify import verify
 
 FORMATS = (".zarr", ".h5")
@@ -54,6 +53,12 @@ def write(
         for step in range(first, STEPS):
             writer.write_many(of_step(step, rank))
     return path
+
+
+def windows_of(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    """Read a journal in windows of so many rows."""
+    monkeypatch.setattr("tracer.trace.rows.PIECE_ROWS", rows)
+    monkeypatch.setattr("tracer.trace.reader.WINDOW_ROWS", rows)
 
 
 def told(path: Path, saved: Path) -> tuple[Any, ...]:
@@ -87,8 +92,7 @@ def test_reports_of_damaged_traces(whole: Path, tmp_path: Path, cases: range, mo
         what = [damage(path, rng) for _ in range(1 + case % 3)]
         found = []
         for rows in (8192, 8):
-            monkeypatch.setattr(survey_journal, "BLOCK_ROWS", rows)
-            monkeypatch.setattr(survey_journal, "WINDOW_ROWS", rows)
+            windows_of(monkeypatch, rows)
             try:
                 found.append(told(path, tmp_path / "saved.zarr"))
             except TraceError as error:
@@ -112,8 +116,7 @@ def test_ranks_and_attempts(tmp_path: Path, suffix: str, monkeypatch: pytest.Mon
         expected = [facts(message) for message in reader]
     assert len(expected) == 2 * 6 * STEPS
     for rows in (8192, 8):
-        monkeypatch.setattr(survey_journal, "BLOCK_ROWS", rows)
-        monkeypatch.setattr(survey_journal, "WINDOW_ROWS", 4 * rows)
+        windows_of(monkeypatch, rows)
         saved = tmp_path / f"saved{rows}.zarr"
         asked: list[tuple[int, int]] = []
         loss = recover(path, saved, progress=lambda done, total, asked=asked: asked.append((done, total)))
@@ -133,9 +136,10 @@ def test_rows_that_change_while_they_are_read_again(
 
     def other(self: Chunks, *given: Any) -> Any:
         rows, there = plainly(self, *given)
-        times[0] += 1
-        if times[0] > 1 and rows.shape[1:] == (COLUMNS,):
-            rows[9] = 0
+        if rows.shape[1:] == (COLUMNS,) and len(rows) > 9:
+            times[0] += 1
+            rows = rows.copy()
+            rows[9] *= times[0] == 1
         return rows, there
 
     monkeypatch.setattr(Chunks, "table", other)
@@ -161,15 +165,14 @@ def long(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     counters[:, 0] = np.arange(ROWS)
     data = np.arange(ROWS, dtype=np.float32)
     with TraceWriter(path) as writer:
-        columns = Columns([loss], np.zeros(ROWS, np.int64), counters, [Together(np.arange(ROWS), data, "float32")])
+        columns = Columns([loss], np.zeros(ROWS, np.int64), counters, [Group(np.arange(ROWS), data, "float32")])
         writer.write_columns(columns)
     return path
 
 
 def test_memory_is_that_of_a_window(long: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither verify nor recover has all of the journal in memory."""
-    monkeypatch.setattr(survey_journal, "BLOCK_ROWS", 8192)
-    monkeypatch.setattr(survey_journal, "WINDOW_ROWS", 8192)
+    windows_of(monkeypatch, 8192)
 
     # in the place of the reader that verify opens at the end
     nothing = SimpleNamespace(holes=[], ranks=[0])

@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +19,7 @@ from tracer.memory import Memory
 from tracer.stores.locations import Location
 from tracer.stores.protocols import ReadStore
 from tracer.trace.assembly import WHOLE, Merged
+from tracer.trace.columns import Group
 from tracer.trace.streams import stream_name
 
 RANGE_BYTES: Final = 8 << 20
@@ -28,31 +28,10 @@ GAP_BYTES: Final = 65536
 """Ranges of a pool with a gap of at most this many bytes are read together: whole chunks are read anyway."""
 
 
-@dataclass(slots=True, eq=False)
-class Group:
-    """Messages of one dtype and shape that were read together.
-
-    Attributes
-    ----------
-    places : numpy.ndarray of int64, (n,)
-        The indices of the messages among the requested rows.
-    data : numpy.ndarray, (n, ...)
-        In the storage dtype.
-    dtype : str
-        The logical dtype.
-    whole_nbytes : int
-        Bytes of the memory block that `data` is a part of.
-    """
-
-    places: NDArray[np.int64]
-    data: NDArray[Any]
-    dtype: str
-    whole_nbytes: int
-
-
-class _Range(NamedTuple):
+class PoolRange(NamedTuple):
     """A range of a pool's rows that is read at once, and the messages in it."""
 
+    pool: int
     store: ReadStore
     name: str
     low: int
@@ -69,9 +48,8 @@ def itemsizes(streams: Sequence[Stream]) -> NDArray[np.int64]:
     return np.array([sizes[one.dtype] if one.dtype else 1 for one in streams], np.int64)
 
 
-@final
 class Data:
-    """Reads the data of journal rows.
+    """Reads the data of journal rows; refuses what is damaged.
 
     Parameters
     ----------
@@ -143,7 +121,7 @@ class Data:
             places = np.flatnonzero(~whole)
             groups = self._read_rows(rows[places], memory)
             for group in groups:
-                group.places = places[group.places]
+                group.rows = places[group.rows]
             return [*groups, *(self._put_together(rows[place], place) for place in np.flatnonzero(whole).tolist())]
         return self._read_rows(rows, memory)
 
@@ -163,7 +141,7 @@ class Data:
             )
         found: dict[int, NDArray[Any]] = {}
         for group in self._read_rows(parts, None):
-            found |= zip(group.places.tolist(), group.data, strict=True)
+            found |= zip(group.rows.tolist(), group.data, strict=True)
         # allocated after the parts are read, because a damaged trace may claim any size
         data = np.empty((1, *shape), ENCODINGS[dtype].storage)
         for number, (offsets, sizes) in enumerate(zip(block.offsets, block.sizes, strict=True)):
@@ -186,7 +164,7 @@ class Data:
             groups += self._read_range(rows, one, memory)
         return groups
 
-    def _ranges(self, rows: NDArray[np.int64], pool: int, places: NDArray[np.int64]) -> Iterator[_Range]:
+    def _ranges(self, rows: NDArray[np.int64], pool: int, places: NDArray[np.int64]) -> Iterator[PoolRange]:
         """The ranges of a pool to read for the messages at `places`."""
         offsets, counts = rows[places, Column.OFFSET], rows[places, Column.COUNT]
         if len(places) > 1:
@@ -210,9 +188,9 @@ class Data:
             part = slice(begin, end)
             nbytes = (high - low) * row_size * item
             starts = offsets[part] - low * row_size
-            yield _Range(store, name, low, high, nbytes, places[part], starts, counts[part])
+            yield PoolRange(pool, store, name, low, high, nbytes, places[part], starts, counts[part])
 
-    def _read_range(self, rows: NDArray[np.int64], one: _Range, memory: Memory | None) -> list[Group]:
+    def _read_range(self, rows: NDArray[np.int64], one: PoolRange, memory: Memory | None) -> list[Group]:
         """Read a range of a pool, and group its messages."""
         out = None if memory is None else memory.take(one.nbytes)
         # If each message has a checksum, those of the chunks are not verified. If a message's checksum is wrong, the
@@ -227,7 +205,7 @@ class Data:
         whole = one.store.read(one.name, one.low, one.high, out).reshape(-1)
         return list(self._group(rows, one, whole))
 
-    def _group(self, rows: NDArray[np.int64], one: _Range, whole: NDArray[Any]) -> Iterator[Group]:
+    def _group(self, rows: NDArray[np.int64], one: PoolRange, whole: NDArray[Any]) -> Iterator[Group]:
         """Group the messages in a range of a pool by dtype and shape, and verify their checksums."""
         places, starts, counts = one.places, one.starts, one.counts
         if len(places) == 1:
@@ -259,9 +237,18 @@ class Data:
             found = journal.checksums(np.ascontiguousarray(data).reshape(len(places), -1 if data.size else 0))
             wrong = (found != checksums) & (checksums != NONE)
             if wrong.any():
-                raise self._damaged(rows[places[int(wrong.argmax())]].tolist())
-        shape = self.merged.shapes[int(rows[places[0], Column.SHAPE])]
+                self._lose(rows[places[wrong]])
+                places, data = places[~wrong], data.reshape(len(places), -1)[~wrong]
+        shape = self.merged.shapes[int(rows[places[0], Column.SHAPE])] if len(places) else ()
         return Group(places, data.reshape(len(places), *shape), dtype, whole_nbytes)
+
+    def _lose(self, rows: NDArray[np.int64]) -> None:
+        """Raise `TraceCorruptError` for messages of a pool whose data fails its checksum."""
+        row = rows[0].tolist()
+        raise TraceCorruptError(
+            f"{self._path}: the data of {self._name_of(row)} in global step {row[Column.GLOBAL_STEP]}, "
+            f"call {row[Column.CALL]}, fails its checksum"
+        )
 
     def _check_pool(
         self, pool: int, places: NDArray[np.int64], ends: NDArray[np.int64], rows: NDArray[np.int64]
@@ -296,12 +283,6 @@ class Data:
         return TraceCorruptError(
             f"{self._path}: the data of {self._name_of(row)} in global step {row[Column.GLOBAL_STEP]} "
             f"is not in pool {name!r} where the journal says"
-        )
-
-    def _damaged(self, row: list[int]) -> TraceCorruptError:
-        return TraceCorruptError(
-            f"{self._path}: the data of {self._name_of(row)} in global step {row[Column.GLOBAL_STEP]}, "
-            f"call {row[Column.CALL]}, fails its checksum"
         )
 
 

@@ -111,7 +111,7 @@ class Described:
                 spans = [read.kept() for read in self._tables.parts]
             found = merged(self._parts, self._tables, spans)
             ordered = not (self._tables.alone or self._tables.assembles)
-            data = Data(self.path, found, self._parts.stores, self._verify)
+            data = self._parts.data(self.path, found, self._parts.stores, self._verify)
             self._read = Reading(data, spans, self._tables.counting if ordered else None)
         return self._read
 

@@ -6,7 +6,7 @@ attempts follow each other, and steps that a later attempt trained again are tak
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar, final
@@ -34,6 +34,7 @@ from tracer.trace.attempts import (
     unreadable_part,
     worst,
 )
+from tracer.trace.data import Data
 from tracer.trace.header import worst_certificate
 from tracer.trace.part import Part, is_empty
 from tracer.trace.spans import PartSpan, counted, end_of_counted
@@ -68,6 +69,8 @@ class Parts:
         A sentence for each part that is missing, belongs to another run, or cannot be read.
     unreadable : dict of int to TraceError
         For each rank with an unreadable part, the error.
+    data : callable
+        Makes the object that reads the data of their messages.
     """
 
     path: Location
@@ -80,6 +83,7 @@ class Parts:
     superseding: list[Part] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     unreadable: dict[int, TraceError] = field(default_factory=dict)
+    data: Callable[[Location, Merged, Sequence[ReadStore], bool], Data] = Data
 
     @classmethod
     def open(cls, path: Location, only: set[int] | None, assemble: bool) -> Parts:
@@ -171,7 +175,7 @@ class Parts:
 
     def _seen(self, only: set[int] | None, assemble: bool, folded: bool, parts: list[Part]) -> Parts:
         """The given parts, sorted for another reader; shares the open files."""
-        seen = Parts(self.path, only, assemble, folded, self.stores, problems=self.problems, unreadable=self.unreadable)
+        seen = replace(self, only=only, assemble=assemble, folded=folded, shown=[], lending=[], superseding=[])
         seen._tell_apart(parts)
         return seen
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +31,6 @@ SKEWED_SECONDS = 86_400.0
 """A change time this far in the future counts as interrupted, too: clocks differ, but by less."""
 
 
-@final
 class Part:
     """The part of a trace that one process wrote, as committed at the last `refresh`.
 
@@ -68,11 +67,7 @@ class Part:
         self.name = name
         self.store = store
         self.rank, self.attempt = rank_and_attempt(name)
-        self.attributes = store.attrs()
-        try:
-            check_root(self.attributes, lambda: store.attrs(name))
-        except TraceError as error:
-            raise type(error)(f"{path} cannot be read: {error}") from None
+        self.attributes = self._root()
         self.tables = Tables()
         self.rows = Rows(path, name, store, self.tables)
         # bytes of the declarations that were read, and the checksum of the last line
@@ -80,6 +75,15 @@ class Part:
         self._checksum = 0
         self.broken_off = ""
         self._read()
+
+    def _root(self) -> dict[str, Any]:
+        """The attributes of the root, checked."""
+        attributes = self.store.attrs()
+        try:
+            check_root(attributes, lambda: self.store.attrs(self.name))
+        except TraceError as error:
+            raise type(error)(f"{self.path} cannot be read: {error}") from None
+        return attributes
 
     @property
     def header(self) -> dict[str, Any]:
