@@ -32,7 +32,7 @@ from tracer import (
 )
 from tracer.messaging.stacks import Stretch
 from tracer.replaying import replay as replaying
-from tracer.trace import blocks
+from tracer.trace import data as blocks
 from tracer.trace.columns import Group
 from tracer.trace.data import Data
 

@@ -13,7 +13,7 @@ from tests.trace.test_hostile import facts
 from tracer.errors import TraceError
 from tracer.format.journal import Column
 from tracer.messaging.messages import Message, ModuleMessage, NetworkMessage
-from tracer.trace import blocks
+from tracer.trace import data as reading
 from tracer.trace.reader import TraceReader
 from tracer.trace.writer import TraceWriter
 from tracer.upkeep.verify import verify
@@ -82,7 +82,7 @@ def test_columns_are_messages(
             for message in reader:
                 writer.write(message)
         for rows, few, cut in ((1000, 0, 1000), (64, 16, 1000), (50, 0, 13)):
-            monkeypatch.setattr(blocks, "BLOCK_ROWS", rows)
+            monkeypatch.setattr(reading, "BLOCK_ROWS", rows)
             monkeypatch.setattr("tracer.trace.writer.FEW", few)
             path = tmp_path / f"{rows}.zarr"
             with TraceWriter(path, **options) as copy:

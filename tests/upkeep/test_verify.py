@@ -88,10 +88,9 @@ def test_damaged_data(tmp_path: Path, suffix: str) -> None:
     assert (report.intact, report.complete, report.damaged, report.messages) == (False, False, 1, 18)
 
 
-@every_format
-def test_damaged_declarations(tmp_path: Path, suffix: str) -> None:
+def test_damaged_declarations(tmp_path: Path) -> None:
     """A declaration that cannot be parsed is told, and every message that needs it counts as damaged."""
-    path = write(tmp_path / f"run{suffix}")
+    path = write(tmp_path / "run.zarr")
     flip(path, b'{"stream":{"id":2,', 7)
     report = verify(path)
     assert {problem.array for problem in report.problems} >= {"rank0/declarations"}
@@ -123,10 +122,9 @@ def test_damaged_zarr_json(tmp_path: Path, name: str, damaged: int) -> None:
     assert (report.messages, report.damaged) == (18, damaged)
 
 
-@every_format
-def test_interrupted(tmp_path: Path, suffix: str) -> None:
+def test_interrupted(tmp_path: Path) -> None:
     """What a killed writer committed is intact, and the trace is not complete."""
-    path = tmp_path / f"run{suffix}"
+    path = tmp_path / "run.zarr"
     program = (
         "import os, signal, sys, torch\n"
         "from tracer import NetworkMessage, TraceWriter\n"
@@ -143,10 +141,9 @@ def test_interrupted(tmp_path: Path, suffix: str) -> None:
     assert (report.status, report.intact, report.complete, report.messages) == ("interrupted", True, False, 4)
 
 
-@every_format
-def test_while_it_is_recorded(tmp_path: Path, suffix: str) -> None:
+def test_while_it_is_recorded(tmp_path: Path) -> None:
     """What is committed of a trace that is being written can be checked, and is complete as far as it goes."""
-    with TraceWriter(tmp_path / f"run{suffix}") as writer:
+    with TraceWriter(tmp_path / "run.zarr") as writer:
         for step in range(3):
             where = {"global_step": step, "train_step": step, "epoch": 0}
             writer.write(NetworkMessage(kind="loss", data=torch.tensor(1.0), **where))
@@ -155,10 +152,9 @@ def test_while_it_is_recorded(tmp_path: Path, suffix: str) -> None:
             assert (report.status, report.complete, report.messages) == ("recording", True, step + 1)
 
 
-@every_format
-def test_a_run_that_ends_while_it_is_verified(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_ends_while_it_is_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is written between two looks is no damage: the trace is looked at again."""
-    path = tmp_path / f"run{suffix}"
+    path = tmp_path / "run.zarr"
     writer = TraceWriter(path)
     plainly, looks = Survey._read_declarations, []
 
@@ -292,11 +288,10 @@ def test_a_summary_that_is_not_of_its_rows(tmp_path: Path, what: str, monkeypatc
     assert verify(tmp_path / "right.zarr").intact
 
 
-@every_format
-def test_a_journal_of_another_run(suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_journal_of_another_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that are right, and of the same streams and steps, but of another run than their summaries, are told."""
     small_summaries(monkeypatch, rows=7)
-    paths = [tmp_path / f"{name}{suffix}" for name in ("one", "other")]
+    paths = [tmp_path / f"{name}.zarr" for name in ("one", "other")]
     for path, value in zip(paths, (1.0, 2.0), strict=True):
         with TraceWriter(path, commit_rows=3) as writer:
             for step in range(60):

@@ -20,8 +20,7 @@ from tracer.shown import table
 from tracer.stores.locations import Location
 from tracer.stores.opening import STORES
 from tracer.trace.attempts import Counting
-from tracer.trace.blocks import Blocks
-from tracer.trace.data import Data, itemsizes
+from tracer.trace.data import Blocks, Data, itemsizes
 from tracer.trace.holes import Hole, holes_of, noted, sentences
 from tracer.trace.merging import Parts, joint, merged
 from tracer.trace.spans import PartSpan
