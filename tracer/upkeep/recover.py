@@ -148,7 +148,7 @@ def recover(
         last = max(one.attempt for one in surveys)
         status = worst([one.status for one in surveys if one.attempt == last])
         reader, lost = readable(surveys)
-        tally = _Tally(reader, surveys)
+        tally = _SavedTally(reader, surveys)
         header = next((one.header for one in reversed(surveys) if one.header), None) or {
             name: value for name in ("run_id", "created") if isinstance(value := surveys[0].attributes.get(name), str)
         }
@@ -187,7 +187,7 @@ def _loss(
     dst: Location,
     surveys: Sequence[Survey],
     elsewhere: Sequence[Problem],
-    tally: _Tally,
+    tally: _SavedTally,
     status: str,
 ) -> Recovered:
     """Summarize the tally and the problems."""
@@ -212,7 +212,7 @@ def _loss(
     )
 
 
-class _Tally:
+class _SavedTally:
     """Counts the saved and the lost messages of each stream."""
 
     def __init__(self, reader: TraceReader, surveys: Sequence[Survey]) -> None:
