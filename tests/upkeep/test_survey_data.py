@@ -77,7 +77,7 @@ def test_what_is_right(
         rows[list(unchecked), Column.CRC32C] = NONE
         data = SurveyedData(lost, path, replace(merged, journal=rows), [store], True)
         found = {}
-        for group in data.read(np.array(chosen), None):
+        for group in data.read(np.array(chosen), None).data:
             found |= zip(group.rows.tolist(), group.data, strict=True)
         offsets = rows[:, Column.OFFSET].tolist()
         ends = [offset + size(number) for number, offset in enumerate(offsets)]

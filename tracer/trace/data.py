@@ -111,8 +111,8 @@ class Data:
             begins[mine] = -offsets % chunk < np.maximum(counts, 1)
         return begins
 
-    def read(self, selected: NDArray[np.int64], memory: Memory | None) -> list[Group]:
-        """The verified data of rows of the journal, in groups of one pool, dtype and shape.
+    def read(self, selected: NDArray[np.int64], memory: Memory | None) -> Columns:
+        """The messages of rows of the journal with their verified data, in groups of one pool, dtype and shape.
 
         Parameters
         ----------
@@ -121,14 +121,20 @@ class Data:
             Provides reusable memory to read into; None: new memory for each read.
         """
         rows = self.merged.journal[selected]
+        return Columns(
+            self.merged.streams, rows[:, Column.STREAM], rows[:, COUNTERS], self._read(rows, memory), selected
+        )
+
+    def _read(self, rows: NDArray[np.int64], memory: Memory | None) -> list[Group]:
+        """The data of rows of the journal."""
         whole = rows[:, Column.POOL] == WHOLE
-        if whole.any():
-            places = np.flatnonzero(~whole)
-            groups = self._read_rows(rows[places], memory)
-            for group in groups:
-                group.rows = places[group.rows]
-            return [*groups, *(self._put_together(rows[place], place) for place in np.flatnonzero(whole).tolist())]
-        return self._read_rows(rows, memory)
+        if not whole.any():
+            return list(map(_ascending, self._read_rows(rows, memory)))
+        places = np.flatnonzero(~whole)
+        groups = list(map(_ascending, self._read_rows(rows[places], memory)))
+        for group in groups:
+            group.rows = places[group.rows]
+        return [*groups, *(self._put_together(rows[place], place) for place in np.flatnonzero(whole).tolist())]
 
     def _put_together(self, row: NDArray[np.int64], place: int) -> Group:
         """Assemble a tensor from the parts that several ranks recorded."""
@@ -347,7 +353,7 @@ class Blocks:
             # thread_time() costs a system call, so it is called only after a slow block
             worked = time.thread_time() if slow else None
             began = time.perf_counter()
-            columns = self._read(rows, memory)
+            columns = self._data.read(rows, memory)
             waited = time.perf_counter() - began
             if worked is not None:
                 waited -= time.thread_time() - worked
@@ -360,7 +366,7 @@ class Blocks:
             waiting: deque[Future[Columns]] = deque()
             try:
                 for rows in left:
-                    waiting.append(threads.submit(self._read, rows, memory))
+                    waiting.append(threads.submit(self._data.read, rows, memory))
                     if len(waiting) > AHEAD:
                         yield waiting.popleft().result()
                 while waiting:
@@ -368,11 +374,6 @@ class Blocks:
             finally:
                 for future in waiting:
                     future.cancel()
-
-    def _read(self, rows: NDArray[np.int64], memory: Memory | None) -> Columns:
-        journal = self._data.merged.journal[rows]
-        data = list(map(_ascending, self._data.read(rows, memory)))
-        return Columns(self._streams, journal[:, Column.STREAM], journal[:, COUNTERS], data, rows)
 
     def _cut(self, selected: NDArray[np.int64]) -> list[NDArray[np.int64]]:
         """Cut rows into blocks."""

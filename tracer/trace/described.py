@@ -19,11 +19,10 @@ from tracer.messaging.messages import DEFAULT_TAG
 from tracer.shown import table
 from tracer.stores.locations import Location
 from tracer.stores.opening import STORES
-from tracer.trace.attempts import Counting
+from tracer.trace.attempts import Counting, PartSpan
 from tracer.trace.data import Blocks, Data, itemsizes
 from tracer.trace.holes import Hole, holes_of, noted, sentences
 from tracer.trace.merging import Parts, joint, merged
-from tracer.trace.spans import PartSpan
 from tracer.trace.streams import StreamInfo, described
 
 Position = Sequence[PartSpan]

@@ -27,7 +27,10 @@ from tracer.stores.protocols import ReadStore
 from tracer.trace.assembly import Merged, assembled
 from tracer.trace.attempts import (
     Counting,
+    PartSpan,
+    counted,
     counting,
+    end_of_counted,
     foreign_parts,
     in_order,
     listed,
@@ -39,7 +42,6 @@ from tracer.trace.attempts import (
 from tracer.trace.data import Data
 from tracer.trace.header import worst_certificate
 from tracer.trace.part import Part, is_empty
-from tracer.trace.spans import PartSpan, counted, end_of_counted
 
 
 @final

@@ -7,7 +7,7 @@ changes. A part has a journal and declarations. `tracer.trace.merging` merges al
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,9 +20,9 @@ from tracer.format.names import check_root, declarations_name, journal_name, ran
 from tracer.format.process import process_lives
 from tracer.format.tables import Stream, Tables
 from tracer.memory import collector_waits
+from tracer.messaging.messages import DEFAULT_TAG
 from tracer.stores.locations import Location
 from tracer.stores.protocols import ReadStore
-from tracer.trace.attempts import evaluated, first_step, tags_of
 from tracer.trace.rows import Rows
 
 SILENT_SECONDS = 60.0
@@ -107,7 +107,7 @@ class Part:
         return self.rows.length
 
     def evaluated(self, step: int) -> tuple[NDArray[np.int64], NDArray[np.str_]]:
-        """See `tracer.trace.attempts.Written.evaluated`; reads few rows."""
+        """The rows, and their tags, of evaluations in a step that were recorded before the step was trained."""
 
         def pieces() -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.str_]]]:
             for piece in self.rows.pieces():
@@ -319,3 +319,35 @@ def _without_torn_rows(rows: NDArray[np.int64]) -> NDArray[np.int64]:
     while length and torn[length - 1]:
         length -= 1
     return rows[:length]
+
+
+def first_step(header: Mapping[str, Any], attempt: int) -> int:
+    """The global step at which an attempt began, according to its header; 0 for attempt 0."""
+    step = header.get("first_step", 0)
+    return step if type(step) is int and attempt else 0
+
+
+def tags_of(ids: NDArray[np.int64], streams: Mapping[int, Stream]) -> NDArray[np.str_]:
+    """The tag of each stream id; ``"default"`` for unknown streams."""
+    numbers, places = np.unique(ids, return_inverse=True)
+    names = [streams[number].tag if number in streams else DEFAULT_TAG for number in numbers.tolist()]
+    return np.array(names or [DEFAULT_TAG], np.str_)[places]
+
+
+def evaluated(
+    pieces: Iterable[tuple[int, NDArray[np.int64], NDArray[np.str_]]], step: int
+) -> tuple[NDArray[np.int64], NDArray[np.str_]]:
+    """Implement `Part.evaluated` with pieces of a journal, in order: first row, steps and tags.
+
+    Pieces whose steps are all lower may be left out. No piece is read after the step's training was found.
+    """
+    rows, found = [np.zeros(0, np.int64)], [np.zeros(0, np.str_)]
+    for start, steps, tags in pieces:
+        trained = np.flatnonzero((steps >= step) & (tags == DEFAULT_TAG))
+        end = trained[0] if len(trained) else len(steps)
+        mine = np.flatnonzero((steps[:end] == step) & (tags[:end] != DEFAULT_TAG))
+        rows.append(start + mine)
+        found.append(tags[mine])
+        if len(trained):
+            break
+    return np.concatenate(rows), np.concatenate(found)

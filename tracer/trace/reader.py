@@ -19,12 +19,11 @@ from tracer.format.journal import COLUMNS, Column
 from tracer.messaging.messages import DEFAULT_TAG, Message
 from tracer.messaging.stacks import Stretch
 from tracer.stores.locations import Anywhere, location
-from tracer.trace.attempts import listed
+from tracer.trace.attempts import PartSpan, ahead, clock_before, listed
 from tracer.trace.columns import Columns, Group
 from tracer.trace.described import Described, Position
 from tracer.trace.header import Fingerprint
 from tracer.trace.merging import Parts
-from tracer.trace.spans import PartSpan, ahead, clock_before
 from tracer.trace.streams import Selection, Steps, called
 
 WINDOW_ROWS: Final = 1 << 18

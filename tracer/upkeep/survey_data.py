@@ -121,9 +121,7 @@ class SurveyedData(Data):
         super().__init__(path, merged, stores, verify)
         self._lost = lost
 
-    def read(self, selected: NDArray[np.int64], memory: Memory | None) -> list[Group]:
-        """The intact data of rows of the journal, in groups of one pool, dtype and shape."""
-        rows = self.merged.journal[selected]
+    def _read_rows(self, rows: NDArray[np.int64], memory: Memory | None) -> list[Group]:
         pools = rows[:, Column.POOL]
         with self._lost.lock:
             found = [
