@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from tracer.format.tables import Stream
-from tracer.trace.columns import Columns, Together
+from tracer.trace.columns import Columns, Group
 from tracer.trace.writer import TraceWriter
 
 COMMANDS = ("read", "verify", "convert", "recover")
@@ -47,7 +47,7 @@ def write(path: Path, messages: int, streams: int) -> None:
             counters = np.zeros((len(numbers), 4), np.int64)
             counters[:, 0] = counters[:, 1] = numbers // streams
             values = np.sin(numbers).astype(np.float32)
-            data = [Together(np.arange(len(numbers)), values, "float32")]
+            data = [Group(np.arange(len(numbers)), values, "float32")]
             writer.write_columns(Columns(names, numbers % streams, counters, data))
 
 

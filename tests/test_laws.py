@@ -124,7 +124,7 @@ def test_many_messages_at_once_say_what_was_said_live(
 ) -> None:
     """Who takes many messages at once says of these, bit for bit, what was said live of each, however few are alike."""
     live, heard = recorded("zarr"), Collect()
-    monkeypatch.setattr(tracer.trace.blocks, "FEW", 0)
+    monkeypatch.setattr(tracer.trace.data, "FEW", 0)
     monkeypatch.setattr(tracer.MessageBus, "publish", None)  # nothing is published by itself
     tracer.replay(live.path, parse(name), heard)
     assert derived_by(name, heard) == derived_by(name, live.heard) != []

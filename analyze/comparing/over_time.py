@@ -14,7 +14,7 @@ from analyze.metrics.statistics import SEVEN, StatisticsResult, check_names, sta
 from analyze.tables.writing import pandas
 from tracer.errors import CaptureError
 from tracer.format.journal import Column
-from tracer.replaying.plan import opened
+from tracer.replaying.wanted import opened
 from tracer.stores.locations import Anywhere
 from tracer.trace.reader import TraceReader
 from tracer.trace.streams import Steps, StreamInfo

@@ -26,7 +26,7 @@ from tracer.errors import CaptureError, MessageError
 from tracer.messaging.messages import Message
 from tracer.messaging.subscriber import unmet
 from tracer.replaying.filters import Audience
-from tracer.replaying.plan import opened
+from tracer.replaying.wanted import opened
 from tracer.shown import table
 from tracer.stores.locations import Anywhere
 from tracer.trace.reader import TraceReader

@@ -179,12 +179,11 @@ def test_each_commit_is_seen_until_the_run_ends(tmp_path: Path, suffix: str, kil
         assert places(heard) == places(reader)
 
 
-@every_format
-def test_updates_are_derived_as_afterwards(tmp_path: Path, suffix: str) -> None:
+def test_updates_are_derived_as_afterwards(tmp_path: Path) -> None:
     """What a follower is told of weights in consecutive steps is what a replay tells when the run is over, in order."""
     from analyze.registry import parse
 
-    path = tmp_path / f"run{suffix}"
+    path = tmp_path / "run.zarr"
     kinds = ("weight_updates", "weight_updates_norm2", "weight_updates_weights_ratio", "weights")
     with writing(path) as other:
         live = Counting(*kinds)
@@ -204,8 +203,7 @@ def test_updates_are_derived_as_afterwards(tmp_path: Path, suffix: str) -> None:
 def test_streams_are_declared_before_they_have_messages(tmp_path: Path) -> None:
     """A follower may look between the commit of the declarations and that of the first rows."""
     from tracer.replaying.filters import Audience, Filters
-    from tracer.replaying.updates import settled
-    from tracer.replaying.wanted import wanted_of
+    from tracer.replaying.wanted import settled, wanted_of
 
     path = tmp_path / "run.zarr"
     with TraceWriter(path) as writer:
@@ -225,10 +223,9 @@ def test_streams_are_declared_before_they_have_messages(tmp_path: Path) -> None:
         document.write_text(text)
 
 
-@every_format
-def test_what_is_needed_may_come_later(tmp_path: Path, suffix: str) -> None:
+def test_what_is_needed_may_come_later(tmp_path: Path) -> None:
     """A stream that begins later is waited for; one that never came is an error when the run has ended."""
-    path = tmp_path / f"run{suffix}"
+    path = tmp_path / "run.zarr"
     with writing(path) as other:
         late = Counting("late")
         thread, raised = following(path, late)
@@ -260,10 +257,9 @@ def test_filters_hold_while_following(tmp_path: Path) -> None:
     assert places(heard) == [("weights", "b", step, float(step)) for step in (1, 4, 7)]
 
 
-@every_format
-def test_the_command_line_prints_as_it_comes(tmp_path: Path, suffix: str) -> None:
+def test_the_command_line_prints_as_it_comes(tmp_path: Path) -> None:
     """`trace replay --follow` prints each answer when it is there, and all of them are written at the end."""
-    path, out = tmp_path / f"run{suffix}", tmp_path / "answers.jsonl"
+    path, out = tmp_path / "run.zarr", tmp_path / "answers.jsonl"
     with writing(path) as other:
         other.write(2)
         command = [sys.executable, "-m", "tracereel", "replay", str(path)]
@@ -284,10 +280,9 @@ def test_the_command_line_prints_as_it_comes(tmp_path: Path, suffix: str) -> Non
     assert [one["global_step"] for one in first] == [0, 0, 1, 1, 2, 2]
 
 
-@every_format
-def test_a_trace_that_is_moved_while_it_is_followed(tmp_path: Path, suffix: str) -> None:
+def test_a_trace_that_is_moved_while_it_is_followed(tmp_path: Path) -> None:
     """The command says so, once, after it has written what was answered before."""
-    path, out = tmp_path / f"run{suffix}", tmp_path / "answers.jsonl"
+    path, out = tmp_path / "run.zarr", tmp_path / "answers.jsonl"
     lines: list[str] = []
 
     def move(facts: Any) -> str:
@@ -309,10 +304,9 @@ def test_a_trace_that_is_moved_while_it_is_followed(tmp_path: Path, suffix: str)
     assert [json.loads(line)["global_step"] for line in out.read_text().splitlines()] == [0, 0, 1, 1]
 
 
-@every_format
-def test_a_finished_trace_is_followed_to_its_end(tmp_path: Path, suffix: str) -> None:
+def test_a_finished_trace_is_followed_to_its_end(tmp_path: Path) -> None:
     """Following what has ended is replaying it."""
-    path = tmp_path / f"run{suffix}"
+    path = tmp_path / "run.zarr"
     with TraceWriter(path) as writer:
         for step in range(3):
             where = {"global_step": step, "train_step": step, "epoch": 0}
@@ -322,10 +316,9 @@ def test_a_finished_trace_is_followed_to_its_end(tmp_path: Path, suffix: str) ->
     assert len(heard) == 3
 
 
-@every_format
-def test_readers_never_see_a_torn_or_wrong_message(tmp_path: Path, suffix: str) -> None:
+def test_readers_never_see_a_torn_or_wrong_message(tmp_path: Path) -> None:
     """Many readers of a trace that is written as fast as that goes: every message is right, and none is lost."""
-    path = tmp_path / f"run{suffix}"
+    path = tmp_path / "run.zarr"
     with writing(path) as other:
         assert other.process.stdin is not None
         other.process.stdin.write("".join("3\n" for _ in range(150)) + "end\n")
@@ -355,13 +348,12 @@ def wait_until_stopped(pid: int) -> None:
         time.sleep(0.01)
 
 
-@every_format
-def test_a_reader_never_blocks_the_writer(tmp_path: Path, suffix: str) -> None:
+def test_a_reader_never_blocks_the_writer(tmp_path: Path) -> None:
     """A reader may hold a trace open and do nothing, or be stopped at whatever it did: the run goes on and ends.
 
     The trace is complete, and the readers, when they go on, get all of it.
     """
-    path = tmp_path / f"run{suffix}"
+    path = tmp_path / "run.zarr"
     command = [sys.executable, "-m", "tracereel", "replay", str(path), "-s", "norm:kind=weights", "--follow", "--json"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with writing(path) as other:
@@ -498,12 +490,9 @@ def test_what_is_no_more_recorded_holds_nothing_back(tmp_path: Path) -> None:
     assert [one.global_step for one in heard if one.kind == "weight_updates"] == [0, 1]
 
 
-@every_format
-def test_the_last_commit_of_a_process_that_is_killed_is_heard(
-    tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_last_commit_of_a_process_that_is_killed_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when it comes, and the process dies, between the follower's look at the trace and at the process."""
-    path = tmp_path / f"run{suffix}"
+    path = tmp_path / "run.zarr"
     refresh = TraceReader.refresh
     with writing(path) as other:
         other.write(2)
@@ -525,10 +514,9 @@ def test_the_last_commit_of_a_process_that_is_killed_is_heard(
     assert [one.global_step for one in heard if one.key == "a"] == [*range(5)]
 
 
-@every_format
-def test_a_kind_of_the_users_may_come_later(tmp_path: Path, suffix: str) -> None:
+def test_a_kind_of_the_users_may_come_later(tmp_path: Path) -> None:
     """A subscriber, and not only one that collects, may need what nobody has recorded yet, and what another makes."""
-    path = tmp_path / f"run{suffix}"
+    path = tmp_path / "run.zarr"
     doubled, began = Counting("late_doubled"), Counting("weights")
     with writing(path) as other:
         other.write(1)

@@ -32,8 +32,9 @@ from tracer import (
 )
 from tracer.messaging.stacks import Stretch
 from tracer.replaying import replay as replaying
-from tracer.trace import blocks
-from tracer.trace.data import Data, Group
+from tracer.trace import data as blocks
+from tracer.trace.columns import Group
+from tracer.trace.data import Data
 
 STEPS = 48
 DTYPES = ("float32", "bfloat16", "float16", "float8_e5m2", "int64", "bool", "uint16", "float64", "complex64")
@@ -315,7 +316,7 @@ def test_memory_of_stacks_does_not_grow_with_the_trace(trace: Path, monkeypatch:
 def test_messages_that_were_read_out_of_order_are_put_in_order() -> None:
     """Those of several pools come pool by pool, those of several attempts in any order."""
     found = blocks._ascending(Group(np.array([5, 2, 0, 7]), np.array([50.0, 20.0, 0.0, 70.0]), "float64", 32))
-    assert (found.places.tolist(), found.data.tolist()) == ([0, 2, 5, 7], [0.0, 20.0, 50.0, 70.0])
+    assert (found.rows.tolist(), found.data.tolist()) == ([0, 2, 5, 7], [0.0, 20.0, 50.0, 70.0])
 
 
 def test_a_follower_is_handed_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,16 +56,15 @@ def test_a_later_attempt_supersedes_steps(tmp_path: Path, suffix: str) -> None:
     assert "8 superseded" in ran.stdout
 
 
-@every_format
 @pytest.mark.parametrize("ranks", [(0,), (0, 1)], ids=["one", "two"])
-def test_a_header_that_is_lost_supersedes_nothing(tmp_path: Path, suffix: str, ranks: tuple[int, ...]) -> None:
+def test_a_header_that_is_lost_supersedes_nothing(tmp_path: Path, ranks: tuple[int, ...]) -> None:
     """Where an attempt began is then what other ranks say of it, or its first message: what came before is saved."""
-    path, saved = tmp_path / f"run{suffix}", tmp_path / "saved.zarr"
+    path, saved = tmp_path / "run.zarr", tmp_path / "saved.zarr"
     for rank in ranks:
         write_part(path, range(10), rank=rank, ranks=ranks)
         write_part(path, range(6, 9), rank=rank, attempt=1, ranks=ranks)
     before = told(path)
-    files = [tmp_path / "run.rank0.attempt1.h5"] if suffix == ".h5" else [*(path / "rank0.attempt1").rglob("c/*")]
+    files = (path / "rank0.attempt1").rglob("c/*")
     (file,) = [one for one in files if one.is_file() and b'"first_step"' in one.read_bytes()]
     data = bytearray(file.read_bytes())
     data[data.find(b'"first_step"') + 2] ^= 1
@@ -106,10 +105,9 @@ def test_a_missing_part_of_an_attempt_is_told(tmp_path: Path, suffix: str, gone:
     assert not tracer.recover(path, tmp_path / "saved.zarr").lossless
 
 
-@every_format
-def test_one_rank_is_read_as_it_is_among_all(tmp_path: Path, suffix: str) -> None:
+def test_one_rank_is_read_as_it_is_among_all(tmp_path: Path) -> None:
     """What a later attempt of any rank trained again is left out of each, though this rank took no part in it."""
-    path = tmp_path / f"run{suffix}"
+    path = tmp_path / "run.zarr"
     for rank in (0, 1):
         write_part(path, range(6), rank=rank)
     write_part(path, range(4, 9), attempt=1, ranks=(0,))
@@ -169,10 +167,9 @@ def test_a_rank_resumes_while_another_makes_its_part(tmp_path: Path, monkeypatch
         assert [one.global_step for one in reader.messages("weights")] == [0, 1]
 
 
-@every_format
-def test_what_was_evaluated_of_the_checkpoint_still_counts(tmp_path: Path, suffix: str) -> None:
+def test_what_was_evaluated_of_the_checkpoint_still_counts(tmp_path: Path) -> None:
     """Evaluations of the state a run went on from are kept, unless it made them again; later ones are superseded."""
-    path = tmp_path / f"run{suffix}"
+    path = tmp_path / "run.zarr"
 
     def evaluated(writer: TraceWriter, tag: str, step: int, value: float) -> None:
         writer.write(dataclasses.replace(loss(step, value), tag=tag))
@@ -196,10 +193,10 @@ def test_what_was_evaluated_of_the_checkpoint_still_counts(tmp_path: Path, suffi
         }
         assert {tag: steps.tolist() for tag, (steps, _) in found.items()}["test"] == [*range(7)]
         assert [one["superseded"] for one in reader.attempts] == [5, 0]
-    copy = tmp_path / f"copy{suffix}"
+    copy = tmp_path / "copy.zarr"
     tracer.convert(path, copy)
     assert told(copy) == told(path)
-    assert tracer.recover(path, tmp_path / f"saved{suffix}").lossless
+    assert tracer.recover(path, tmp_path / "saved.zarr").lossless
 
 
 class CountUpdates(tracer.Subscriber):
@@ -223,10 +220,9 @@ def test_an_attempt_without_a_message_supersedes_nothing(tmp_path: Path) -> None
     assert [one[1] for one in told(path, kinds="loss")] == [*range(5)]
 
 
-@every_format
-def test_resume_goes_on_where_the_checkpoint_was(tmp_path: Path, suffix: str) -> None:
+def test_resume_goes_on_where_the_checkpoint_was(tmp_path: Path) -> None:
     """The optimizer says the step; the result is the trace of a run that was never interrupted, bit for bit."""
-    whole, path = tmp_path / f"whole{suffix}", tmp_path / f"run{suffix}"
+    whole, path = tmp_path / "whole.zarr", tmp_path / "run.zarr"
     model, optimizer = adam()
     with tracer.record(whole, model, optimizer, capture=tracer.Capture()) as run:
         train(run, model, optimizer, 5)
@@ -474,16 +470,15 @@ for step in range(first, 6):
 """
 
 
-@every_format
-def test_a_script_that_restarts_is_resumed(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_script_that_restarts_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`trace record --resume` finds the step in the optimizer that the script has loaded."""
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(SCRIPT)
-    command = ["record", "--out", f"run{suffix}", "--resume", "train.py"]
+    command = ["record", "--out", "run.zarr", "--resume", "train.py"]
     assert CliRunner().invoke(main, command).exit_code == 7
     ran = CliRunner().invoke(main, command)
     assert ran.exit_code == 0, ran.output
-    with TraceReader(f"run{suffix}") as reader:
+    with TraceReader("run.zarr") as reader:
         assert [one["first_step"] for one in reader.attempts] == [0, 3]
         assert reader.array("loss")[0].tolist() == [*range(6)]
     # without its state, the optimizer of this script would count from 0; an SGD could not be resumed at all
@@ -493,16 +488,15 @@ def test_a_script_that_restarts_is_resumed(tmp_path: Path, suffix: str, monkeypa
     assert ran.exit_code == 2
     assert "--first-step" in ran.stderr
     assert CliRunner().invoke(main, [*command[:-1], "--first-step", "5", "train.py"]).exit_code == 7
-    with TraceReader(f"run{suffix}") as reader:
+    with TraceReader("run.zarr") as reader:
         assert [one["first_step"] for one in reader.attempts] == [0, 3, 5]
         assert reader.array("loss")[0].tolist() == [*range(10)]
 
 
-@every_format
 @pytest.mark.parametrize("rank", [None, 0, 1])
-def test_a_trace_as_an_attempt_left_it(tmp_path: Path, suffix: str, rank: int | None) -> None:
+def test_a_trace_as_an_attempt_left_it(tmp_path: Path, rank: int | None) -> None:
     """Each attempt can be read as it was before later ones took the place of its steps, of all ranks or of one."""
-    path = tmp_path / f"run{suffix}"
+    path = tmp_path / "run.zarr"
     for one in (0, 1):
         write_part(path, range(10), rank=one)
         write_part(path, range(6, 9), rank=one, attempt=1)

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 import analyze
 import tracer
 from analyze.batching.batch import batch
-from tests.trace.written_parts import every_format, write_part
+from tests.trace.written_parts import write_part
 from tracer import NetworkMessage, TraceReader, TraceWriter
 from tracer.format.names import part_name
 from tracer.trace.holes import Hole
@@ -33,10 +33,9 @@ def resumed(tmp_path: Path) -> Path:
     return path
 
 
-@every_format
-def test_a_hole_is_told(tmp_path: Path, suffix: str) -> None:
+def test_a_hole_is_told(tmp_path: Path) -> None:
     """By a reader, `info`, `verify`, `ls` and a batch, whatever the status is."""
-    path = tmp_path / f"run{suffix}"
+    path = tmp_path / "run.zarr"
     write_part(path, range(11), ranks=(0,))
     write_part(path, range(14, 20), ranks=(0,), attempt=1)
     with TraceReader(path) as reader:
@@ -58,10 +57,9 @@ def test_a_hole_is_told(tmp_path: Path, suffix: str) -> None:
     assert [note for note in results.notes if HOLE in note]
 
 
-@every_format
-def test_a_copy_keeps_a_hole(tmp_path: Path, suffix: str) -> None:
+def test_a_copy_keeps_a_hole(tmp_path: Path) -> None:
     """Its parts are one, so a note tells it; also of a copy of a copy, and if the steps around it are chosen."""
-    path = tmp_path / f"run{suffix}"
+    path = tmp_path / "run.zarr"
     for rank in (0, 1):
         write_part(path, range(11 + 3 * rank), rank=rank)
         write_part(path, range(14, 20), rank=rank, attempt=1)

@@ -18,9 +18,7 @@ import torch
 import tracer
 import tracer.trace.part
 from analyze.registry import parse
-from tests.stores.stored import recorded_in
 from tests.trace.small_summaries import copy_journal, rows_looked_at, small_summaries
-from tests.trace.written_parts import every_format
 from tracer import Collect, ModuleMessage, NetworkMessage, TraceReader, TraceWriter
 from tracer.errors import CaptureError, TraceCorruptError
 from tracer.format.journal import Column
@@ -239,12 +237,9 @@ def test_windows_that_are_used_up_in_part(tmp_path: Path, seeds: range, monkeypa
             assert found == whole.journal.tolist(), seed
 
 
-@every_format
-def test_few_rows_are_read_for_few_steps(
-    tmp_path: Path, suffix: str, looked: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_few_rows_are_read_for_few_steps(tmp_path: Path, looked: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a trace of a thousand messages no more than some forty are looked at to tell of it, or of its last step."""
-    path = tmp_path / f"run{suffix}"
+    path = tmp_path / "run.zarr"
     small_summaries(monkeypatch, rows=18)
     write_part(path, range(200))
     heard = Collect("weights_norm2")
@@ -354,21 +349,16 @@ def lose_rows(path: Path, first: int) -> None:
     """Let the rows of a journal from one on be zeros, as on a disk that never had them."""
     with TraceReader(path) as reader:
         lost, last = reader.journal[first].tobytes(), reader.journal[-1].tobytes()
-    if path.is_file():
-        with h5py.File(path, "r+") as file:
-            file["rank0/journal"][first:] = 0
-        return
-    shard = recorded_in(path) / "rank0" / "journal" / "c" / "0" / "0"
+    shard = path / "rank0" / "journal" / "c" / "0" / "0"
     data = bytearray(shard.read_bytes())
     begin, end = data.index(lost), data.index(last) + len(last) + 4
     data[begin:end] = bytes(end - begin)
     shard.write_bytes(data)
 
 
-@every_format
-def test_a_hole_in_an_interrupted_trace_is_told(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hole_in_an_interrupted_trace_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that loses power may lack any page: what came before is read, and it is told that the rest is not."""
-    path = tmp_path / f"run{suffix}"
+    path = tmp_path / "run.zarr"
     small_summaries(monkeypatch, rows=18)
     interrupted(path, GONE)._store.abandon()
     with TraceReader(path) as reader:
@@ -382,10 +372,9 @@ def test_a_hole_in_an_interrupted_trace_is_told(tmp_path: Path, suffix: str, mon
             assert not reader.refresh()  # it jumps over no hole either
 
 
-@every_format
-def test_a_torn_end_is_found_without_all_rows(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torn_end_is_found_without_all_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the summaries prove is not kept; nor is what follows a break."""
-    path = tmp_path / f"run{suffix}"
+    path = tmp_path / "run.zarr"
     small_summaries(monkeypatch, rows=18)
     interrupted(path, GONE)._store.abandon()
     with TraceReader(path) as reader:
@@ -611,10 +600,9 @@ def test_a_follow_of_parts_of_tensors(tmp_path: Path, monkeypatch: pytest.Monkey
     assert [one.global_step for one in heard] == [0, 1, 2, 3, 4]
 
 
-@every_format
-def test_a_summary_of_other_rows_is_refused(suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_summary_of_other_rows_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of another run, each of which is right, are refused when they are read."""
-    path, other = tmp_path / f"run{suffix}", tmp_path / f"other{suffix}"
+    path, other = tmp_path / "run.zarr", tmp_path / "other.zarr"
     small_summaries(monkeypatch, rows=18)
     write_part(path, range(30))
     write_part(other, range(90, 120))

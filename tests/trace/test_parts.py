@@ -20,7 +20,7 @@ from torch import nn
 import tracer
 from cli import main
 from tests import processes
-from tests.trace.written_parts import adam, every_format, in_rank, told, train, weights, write_part
+from tests.trace.written_parts import adam, in_rank, told, train, weights, write_part
 from tracer import TraceReader, TraceWriter
 from tracer.errors import CaptureError, TraceError, TraceExistsError
 from tracer.stores.opening import create_store, open_store, remove_part
@@ -129,14 +129,13 @@ def test_temporary_files_are_new_files_of_random_names(tmp_path: Path, suffix: s
     assert renamed[0] & renamed[1] == ({"run.h5.zarr/rank0"} if suffix == ".h5" else set())
 
 
-@every_format
-def test_a_trace_is_one_by_whatever_way_it_is_named(tmp_path: Path, suffix: str) -> None:
+def test_a_trace_is_one_by_whatever_way_it_is_named(tmp_path: Path) -> None:
     """Neither another spelling nor a link lets this process record it twice; and a link has all its parts."""
     (tmp_path / "runs").mkdir()
     (tmp_path / "links").mkdir()
-    path = tmp_path / "runs" / f"run{suffix}"
+    path = tmp_path / "runs" / "run.zarr"
     (tmp_path / "folder").symlink_to(tmp_path / "runs")
-    (tmp_path / "links" / f"latest{suffix}").symlink_to(path)
+    (tmp_path / "links" / "latest.zarr").symlink_to(path)
     model, optimizer = adam()
     with tracer.record(path, model, optimizer, capture=tracer.Capture()) as run:
         train(run, model, optimizer, 3)
@@ -147,7 +146,7 @@ def test_a_trace_is_one_by_whatever_way_it_is_named(tmp_path: Path, suffix: str)
         train(run, model, optimizer, 3)
     with tracer.record(path, *adam(), resume=True, first_step=4, capture=tracer.Capture()) as run:
         train(run, run.exporter.model, run.exporter.parts.optimizers.all[0], 4)
-    with TraceReader(path) as trace, TraceReader(tmp_path / "links" / f"latest{suffix}") as linked:
+    with TraceReader(path) as trace, TraceReader(tmp_path / "links" / "latest.zarr") as linked:
         assert len(linked.attempts) == 2
         assert linked.array("weights", "0")[0].tolist() == trace.array("weights", "0")[0].tolist() == [*range(8)]
 
@@ -221,16 +220,12 @@ def test_files_of_another_run_beside_a_trace(tmp_path: Path) -> None:
     assert {rank for _, _, rank, _ in told(other)} == {0, 1}
 
 
-@every_format
-def test_a_part_of_another_run_is_not_recovered(tmp_path: Path, suffix: str) -> None:
+def test_a_part_of_another_run_is_not_recovered(tmp_path: Path) -> None:
     """What a reader leaves out is left out of a recovered trace, too, which lacks nothing; `verify` tells of it."""
-    path, other, saved = (tmp_path / f"{name}{suffix}" for name in ("run", "other", "saved"))
+    path, other, saved = (tmp_path / f"{name}.zarr" for name in ("run", "other", "saved"))
     write_part(path, range(3), ranks=(0,), run_id="mine")
     write_part(other, range(5), ranks=(0,), run_id="theirs")
-    if suffix == ".zarr":
-        shutil.copytree(other / "rank0", path / "rank1")
-    else:
-        write_part(path, range(5), rank=1, ranks=(0,), run_id="theirs")
+    shutil.copytree(other / "rank0", path / "rank1")
     mine = told(path)
     assert len(mine) == 6
     with pytest.raises(CaptureError, match="has no messages of rank 1; it has 0"):
@@ -267,10 +262,9 @@ def test_consolidated_metadata_do_not_hide_an_attempt(tmp_path: Path) -> None:
     assert sorted(name for name, _ in zarr.open_group(path, mode="r").groups()) == ["rank0", "rank0.attempt1"]
 
 
-@every_format
-def test_a_link_is_not_overwritten(tmp_path: Path, suffix: str) -> None:
+def test_a_link_is_not_overwritten(tmp_path: Path) -> None:
     """It is refused before a training begins, by the command and by the API; what it leads to stays."""
-    real, link = tmp_path / f"real{suffix}", tmp_path / f"link{suffix}"
+    real, link = tmp_path / "real.zarr", tmp_path / "link.zarr"
     write_part(real, range(2), ranks=(0,), run_id="one")
     write_part(real, range(1, 3), attempt=1, ranks=(0,), run_id="one")
     before = told(real)

@@ -88,10 +88,9 @@ def test_ranks_are_merged_by_step(tmp_path: Path, suffix: str) -> None:
         TraceReader(path, ranks=[7])
 
 
-@every_format
-def test_a_replay_is_of_one_rank(tmp_path: Path, suffix: str) -> None:
+def test_a_replay_is_of_one_rank(tmp_path: Path) -> None:
     """Subscribers remember what they heard, so ranks are replayed one by one; the command line does that by itself."""
-    path = tmp_path / f"run{suffix}"
+    path = tmp_path / "run.zarr"
     for rank in (0, 1):
         write_part(path, range(3), rank=rank)
     with pytest.raises(CaptureError, match=r"ranks 0, 1.*rank="):
@@ -115,10 +114,9 @@ def test_a_replay_is_of_one_rank(tmp_path: Path, suffix: str) -> None:
     assert "no recorded rank '3'" in ran.stderr
 
 
-@every_format
-def test_what_is_being_read_stays_what_was_asked_for(tmp_path: Path, suffix: str) -> None:
+def test_what_is_being_read_stays_what_was_asked_for(tmp_path: Path) -> None:
     """A refresh puts the messages of several ranks together anew, but not those that somebody is in the middle of."""
-    path = tmp_path / f"run{suffix}"
+    path = tmp_path / "run.zarr"
     writers = [TraceWriter(path, header={"ranks": [0, 1]}, part=part_name(rank, 0)) for rank in (0, 1)]
 
     def put(rank: int, step: int) -> None:
@@ -150,10 +148,9 @@ def test_what_is_being_read_stays_what_was_asked_for(tmp_path: Path, suffix: str
         writer.finish()
 
 
-@every_format
-def test_the_root_module_and_the_network_are_told_apart(tmp_path: Path, suffix: str) -> None:
+def test_the_root_module_and_the_network_are_told_apart(tmp_path: Path) -> None:
     """The path of the root module is empty; no path is the network. Where there is only one of them, both find it."""
-    path = tmp_path / f"run{suffix}"
+    path = tmp_path / "run.zarr"
     where = {"global_step": 0, "train_step": 0, "epoch": 0}
     with TraceWriter(path) as writer:
         writer.write(NetworkMessage(kind="mine", data=torch.tensor(1.0), **where))
@@ -167,10 +164,9 @@ def test_the_root_module_and_the_network_are_told_apart(tmp_path: Path, suffix: 
     assert found == [[1.0], [2.0], [3.0], [3.0], [4.0], [4.0]]
 
 
-@every_format
-def test_what_only_one_rank_recorded_can_be_asked_for(tmp_path: Path, suffix: str) -> None:
+def test_what_only_one_rank_recorded_can_be_asked_for(tmp_path: Path) -> None:
     """A kind or tag that only one rank has is known when the others are replayed, which answer nothing."""
-    path = tmp_path / f"run{suffix}"
+    path = tmp_path / "run.zarr"
     for rank in (0, 1):
         with TraceWriter(path, header={"ranks": [0, 1]}, part=part_name(rank, 0)) as writer:
             where = {"global_step": 0, "train_step": 0, "epoch": 0, "rank": rank}

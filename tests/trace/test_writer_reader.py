@@ -62,13 +62,23 @@ def same(found: Message, expected: Message) -> bool:
     )
 
 
-@pytest.fixture(params=FORMATS)
-def trace(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TraceReader]:
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The messages of `run`, in a trace of each format that was committed several times."""
-    path = tmp_path / f"run{request.param}"
-    write(path, run(), own_pool_bytes=4096, commit_rows=20)
-    with TraceReader(path) as reader:
+    folder = tmp_path_factory.mktemp("run")
+    for suffix in FORMATS:
+        write(folder / f"run{suffix}", run(), own_pool_bytes=4096, commit_rows=20)
+    return {suffix: folder / f"run{suffix}" for suffix in FORMATS}
+
+
+@pytest.fixture
+def trace(request: pytest.FixtureRequest, paths: dict[str, Path]) -> Iterator[TraceReader]:
+    """A reader of these messages, in Zarr unless the test says which format."""
+    with TraceReader(paths[getattr(request, "param", ".zarr")]) as reader:
         yield reader
+
+
+in_each_format = pytest.mark.parametrize("trace", FORMATS, indirect=True)
 
 
 tensors = st.builds(
@@ -174,10 +184,9 @@ def test_own_pools_are_plain_arrays(tmp_path: Path, suffix: str) -> None:
     assert all(np.array_equal(array, expected) for array in found)
 
 
-@every_format
-def test_changing_streams(tmp_path: Path, suffix: str) -> None:
+def test_changing_streams(tmp_path: Path) -> None:
     """A stream that changes its shape keeps its id; one that changes dtype or sampling has an id for each."""
-    path = tmp_path / f"run{suffix}"
+    path = tmp_path / "run.zarr"
     half, rows = {"dtype": "bfloat16"}, {"rows": [0, 2]}
     with TraceWriter(path, own_pool_bytes=64) as writer:
         for step in range(9):
@@ -230,6 +239,7 @@ def test_streams_describe_what_they_hold(trace: TraceReader) -> None:
     assert "activations of conv1" in map(str, trace.streams)
 
 
+@in_each_format
 def test_info(trace: TraceReader) -> None:
     """A trace says in JSON what it is, how far it got and what it holds."""
     info = trace.info
@@ -329,6 +339,7 @@ def test_unknown_stream_ids(trace: TraceReader) -> None:
         trace.messages(streams=[0, 99])
 
 
+@in_each_format
 def test_array(trace: TraceReader) -> None:
     """All data of a stream comes as one array, or as a list where the shape changes; bfloat16 comes as float32."""
     expected = [m for m in run() if m.key == "layer1.0.fc"]
@@ -360,6 +371,7 @@ def test_array_of_what_is_not_there(trace: TraceReader) -> None:
         trace.array("batch_started")
 
 
+@in_each_format
 def test_data_is_free_to_use(trace: TraceReader) -> None:
     """Changing a message's data changes no other message's, in the same reading or in another."""
     found = []
@@ -371,23 +383,23 @@ def test_data_is_free_to_use(trace: TraceReader) -> None:
     assert all(map(same, trace.messages(), run()))
 
 
+@in_each_format
 @pytest.mark.parametrize("slow", [-1, 1e9])
 def test_blocks_do_not_change_what_is_read(trace: TraceReader, slow: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """However small the blocks and gaps, the messages are the same, whether a thread reads ahead or not."""
-    monkeypatch.setattr("tracer.trace.blocks.SLOW_SECONDS", slow)
+    monkeypatch.setattr("tracer.trace.data.SLOW_SECONDS", slow)
     for block, rows, gap in ((1, 16384, 0), (40000, 7, 0), (40000, 16384, 1 << 30)):
-        monkeypatch.setattr("tracer.trace.blocks.BLOCK_BYTES", block)
+        monkeypatch.setattr("tracer.trace.data.BLOCK_BYTES", block)
         monkeypatch.setattr("tracer.trace.data.RANGE_BYTES", block)
-        monkeypatch.setattr("tracer.trace.blocks.BLOCK_ROWS", rows)
+        monkeypatch.setattr("tracer.trace.data.BLOCK_ROWS", rows)
         monkeypatch.setattr("tracer.trace.data.GAP_BYTES", gap)
         assert all(map(same, trace.messages(), run()))
         assert len(list(trace.messages(steps=(2, 9, 3)))) == len([m for m in run() if m.global_step in (2, 5, 8)])
 
 
-@every_format
-def test_writing_takes_a_copy(tmp_path: Path, suffix: str) -> None:
+def test_writing_takes_a_copy(tmp_path: Path) -> None:
     """A tensor may be changed in place as soon as it was written."""
-    path = tmp_path / f"run{suffix}"
+    path = tmp_path / "run.zarr"
     small, large = torch.zeros(3), torch.zeros(200, 200)
     with TraceWriter(path) as writer:
         for step in range(4):
@@ -399,10 +411,9 @@ def test_writing_takes_a_copy(tmp_path: Path, suffix: str) -> None:
         assert all(bool((m.data == m.global_step).all()) for m in reader.messages())
 
 
-@every_format
-def test_traces_that_hold_nothing_yet(tmp_path: Path, suffix: str) -> None:
+def test_traces_that_hold_nothing_yet(tmp_path: Path) -> None:
     """A trace without messages opens and says so, while it is written, and when it is finished."""
-    path = tmp_path / f"run{suffix}"
+    path = tmp_path / "run.zarr"
     writer = TraceWriter(path, header={"run_id": "x"})
     writer.write(network("loss", 0, 1.0))
     with TraceReader(path) as reader:
@@ -416,16 +427,15 @@ def test_traces_that_hold_nothing_yet(tmp_path: Path, suffix: str) -> None:
     writer.finish()
     with TraceReader(path) as reader:
         assert (len(reader), reader.status) == (1, "finished")
-    empty = tmp_path / f"empty{suffix}"
+    empty = tmp_path / "empty.zarr"
     write(empty, [])
     with TraceReader(empty) as reader:
         assert (len(reader), reader.status, list(reader)) == (0, "finished", [])
 
 
-@every_format
-def test_endings(tmp_path: Path, suffix: str) -> None:
+def test_endings(tmp_path: Path) -> None:
     """A run that fails says why; notes are kept; a finished writer takes no more."""
-    path = tmp_path / f"run{suffix}"
+    path = tmp_path / "run.zarr"
     writer = TraceWriter(path)
 
     def fail() -> None:
@@ -446,10 +456,9 @@ def test_endings(tmp_path: Path, suffix: str) -> None:
             attempt()
 
 
-@every_format
-def test_a_message_that_cannot_be_held_changes_nothing(tmp_path: Path, suffix: str) -> None:
+def test_a_message_that_cannot_be_held_changes_nothing(tmp_path: Path) -> None:
     """After a refused message the writer goes on as if it had not been."""
-    path = tmp_path / f"run{suffix}"
+    path = tmp_path / "run.zarr"
     with TraceWriter(path) as writer:
         writer.write(network("loss", 0, 1.0))
         with pytest.raises(MessageError, match="sparse"):
@@ -462,11 +471,10 @@ def test_a_message_that_cannot_be_held_changes_nothing(tmp_path: Path, suffix: s
         assert len(reader.streams) == 1
 
 
-@every_format
-def test_automatic_commits(tmp_path: Path, suffix: str) -> None:
+def test_automatic_commits(tmp_path: Path) -> None:
     """A commit comes by itself after so many messages, bytes or seconds."""
     for options in ({"commit_rows": 3}, {"commit_bytes": 24}, {"commit_seconds": 0.0}):
-        path = tmp_path / f"run{suffix}"
+        path = tmp_path / "run.zarr"
         writer = TraceWriter(path, overwrite=True, **options)
         for step in range(3):
             writer.write(network("loss", step, torch.zeros(2)))
@@ -507,7 +515,7 @@ FILTERED: list[dict[str, Any]] = [{}, {"kinds": "activations"}, {"modules": "sha
 def test_arrays(trace: TraceReader, filters: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches of arrays hold every message with data once, with the numbers of `messages`, in blocks of any size."""
     for size in (1, 30_000, 1 << 30):
-        monkeypatch.setattr("tracer.trace.blocks.BLOCK_BYTES", size)
+        monkeypatch.setattr("tracer.trace.data.BLOCK_BYTES", size)
         monkeypatch.setattr("tracer.trace.data.RANGE_BYTES", size)
         selected = trace.select(**filters)
         expected = dict(zip(selected.tolist(), trace.messages(**filters), strict=True))
@@ -530,8 +538,8 @@ def test_kept_messages_stay_as_they_were(
 ) -> None:
     """Memory is used again only when nobody has it: what is kept, or kept in part, never changes."""
     # after a few blocks read by a thread, or by none
-    monkeypatch.setattr("tracer.trace.blocks.SLOW_SECONDS", slow)
-    monkeypatch.setattr("tracer.trace.blocks.BLOCK_BYTES", 1 << 19)
+    monkeypatch.setattr("tracer.trace.data.SLOW_SECONDS", slow)
+    monkeypatch.setattr("tracer.trace.data.BLOCK_BYTES", 1 << 19)
     monkeypatch.setattr("tracer.trace.data.RANGE_BYTES", 1 << 19)
     path = tmp_path / f"run{suffix}"
     write(path, [module("weights", "fc", step, torch.full((130, 500), float(step))) for step in range(60)])
@@ -556,10 +564,9 @@ def test_kept_messages_stay_as_they_were(
         assert threading.active_count() <= threads
 
 
-@every_format
-def test_a_batch_with_a_tensor_that_cannot_be_held(tmp_path: Path, suffix: str) -> None:
+def test_a_batch_with_a_tensor_that_cannot_be_held(tmp_path: Path) -> None:
     """What comes before it in the batch is written, and the writer goes on."""
-    path = tmp_path / f"run{suffix}"
+    path = tmp_path / "run.zarr"
     good = [network("loss", step, torch.full((3,), float(step))) for step in range(20)]
     bad = network("loss", 20, torch.zeros(3, device="meta"))
     sparse = network("loss", 20, torch.zeros(3).to_sparse())
@@ -573,8 +580,7 @@ def test_a_batch_with_a_tensor_that_cannot_be_held(tmp_path: Path, suffix: str) 
         assert all(map(same, reader, [*good[:10], *good[:10], *good[10:]]))
 
 
-@every_format
-def test_status_of_other_processes(tmp_path: Path, suffix: str) -> None:
+def test_status_of_other_processes(tmp_path: Path) -> None:
     """A trace without an ending is recorded while its process lives, or changes are recent on another machine."""
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     here = {"pid": child.pid, "hostname": platform.node(), "start": process_start(child.pid)}
@@ -589,16 +595,16 @@ def test_status_of_other_processes(tmp_path: Path, suffix: str) -> None:
     if process_start(os.getpid()) is not None:
         expected["reused"] = "interrupted"
     for name, process in traces.items():
-        writer = TraceWriter(tmp_path / f"{name}{suffix}", header={"process": process})
+        writer = TraceWriter(tmp_path / f"{name}.zarr", header={"process": process})
         writer.write(network("loss", 0, 1.0))
         writer.commit()
         writer._store.abandon()
         with TraceReader(writer.path) as reader:
             assert reader.status == expected[name], name
     child.communicate(b"\n")
-    with TraceReader(tmp_path / f"alive{suffix}") as reader:
+    with TraceReader(tmp_path / "alive.zarr") as reader:
         assert reader.status == "interrupted"
-    path = recorded_in(tmp_path / f"elsewhere{suffix}")
+    path = recorded_in(tmp_path / "elsewhere.zarr")
     for file in [path, *path.rglob("*")]:
         os.utime(file, (1e9, 1e9))
     with TraceReader(path) as reader:

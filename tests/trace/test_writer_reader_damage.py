@@ -234,13 +234,12 @@ CONTRADICTIONS: list[tuple[dict[Column, int], str]] = [
 ]
 
 
-@every_format
 @pytest.mark.parametrize(("changes", "word"), CONTRADICTIONS)
 def test_journals_that_contradict(
-    tmp_path: Path, suffix: str, changes: dict[Column, int], word: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, changes: dict[Column, int], word: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A journal row that refers to nothing, or beyond a pool, is refused and never shows other numbers."""
-    path = tmp_path / f"run{suffix}"
+    path = tmp_path / "run.zarr"
     write(path, [network("batch_started", 0), network("loss", 0, [1.0, 2.0]), network("labels", 0, [1, 2])])
     read = Rows.new
 

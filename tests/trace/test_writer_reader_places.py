@@ -150,16 +150,15 @@ def test_a_reader_follows_its_run_from_elsewhere(tmp_path: Path, suffix: str, mo
     assert os.listdir(tmp_path / "b") == []
 
 
-@every_format
-def test_a_recording_stays_in_its_folder(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recording_stays_in_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A training that goes to another folder, also before its recording begins, goes on with its trace."""
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
     model = torch.nn.Sequential(torch.nn.Linear(2, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    recording = tracer.record(f"run{suffix}", model, optimizer, capture=tracer.Capture())
-    callback = Recording(f"trainer{suffix}", {})
-    recorder = ForwardOutput(trace=f"outputs{suffix}")
+    recording = tracer.record("run.zarr", model, optimizer, capture=tracer.Capture())
+    callback = Recording("trainer.zarr", {})
+    recorder = ForwardOutput(trace="outputs.zarr")
     monkeypatch.chdir("elsewhere")
     with recording:
         model(torch.ones(1, 2)).sum().backward()
@@ -170,7 +169,7 @@ def test_a_recording_stays_in_its_folder(tmp_path: Path, suffix: str, monkeypatc
     callback.end()
     assert os.listdir() == []
     for name in ("run", "trainer", "outputs"):
-        with TraceReader(tmp_path / f"{name}{suffix}") as reader:
+        with TraceReader(tmp_path / f"{name}.zarr") as reader:
             assert reader.status == "finished"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +14,9 @@ from tracer.format.journal import NONE, Column
 from tracer.messaging.messages import ModuleMessage
 from tracer.stores.opening import open_parts
 from tracer.trace.writer import TraceWriter
-from tracer.upkeep import survey_data
+from tracer.upkeep.damage import DAMAGED
 from tracer.upkeep.survey import Survey
-from tracer.upkeep.survey_data import pieces, touches_damage, unread
+from tracer.upkeep.survey_data import SurveyedData, readable
 
 COUNT = 150
 CHUNK = 32
@@ -53,14 +54,13 @@ def change(path: Path, number: int) -> None:
         file.write_bytes(data)
 
 
-@pytest.mark.parametrize("run_bytes", [1, 300, 1 << 20])
-@pytest.mark.parametrize("changed", [0, 3, 40])
+@pytest.mark.parametrize(("changed", "range_bytes"), [(0, 300), (3, 1), (3, 1 << 20), (40, 300)])
 @pytest.mark.parametrize("suffix", [".zarr", ".h5"])
 def test_what_is_right(
-    tmp_path: Path, suffix: str, changed: int, run_bytes: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, suffix: str, changed: int, range_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Any messages of a pool, in the order of their places, a few or many read at once, some without a checksum."""
-    monkeypatch.setattr(survey_data, "RUN_BYTES", run_bytes)
+    """Any messages of a pool, a few or many read at once, some without a checksum."""
+    monkeypatch.setattr("tracer.trace.data.RANGE_BYTES", range_bytes)
     path = write(tmp_path / f"run{suffix}")
     rng = random.Random(changed)
     wrong = set(rng.sample([number for number in range(COUNT) if size(number)], changed))
@@ -69,39 +69,34 @@ def test_what_is_right(
     for share in (1.0, 0.4):
         [(name, store)], _ = open_parts(path, damaged=True)
         survey = Survey(path, name, store)
-        array = survey.pool(0)
-        assert array is not None
-        [window] = survey.journal.windows()
+        reader, lost = readable([survey])
+        merged = reader._rows().data.merged
+        rows = merged.journal.copy()
         chosen = [number for number in range(COUNT) if rng.random() < share]
-        rows = window.journal[chosen].copy()
-        unchecked = np.array([rng.random() < 0.2 for _ in chosen])
-        rows[unchecked, Column.CRC32C] = NONE
-        found = np.zeros(len(chosen), bool)
-        last = 0
-        for piece in pieces(survey.chunks, array, rows):
-            assert piece.begin == last
-            last, at = piece.end, 0
-            found[piece.begin : piece.end] = piece.right
-            for number, right in zip(chosen[piece.begin : piece.end], piece.right.tolist(), strict=True):
-                if right and (number not in wrong or not unchecked[chosen.index(number)]):
-                    expected = elements(number).numpy()
-                    assert (piece.elements[at : at + size(number)] == expected).all()
-                at += size(number)
-        assert last == len(chosen)
-        offsets = window.journal[:, Column.OFFSET].tolist()
-        bad = {(offsets[number] + size(number) - 1) // CHUNK for number in wrong} if suffix == ".zarr" else set()
+        unchecked = {number for number in chosen if rng.random() < 0.2}
+        rows[list(unchecked), Column.CRC32C] = NONE
+        data = SurveyedData(lost, path, replace(merged, journal=rows), [store], True)
+        found = {}
+        for group in data.read(np.array(chosen), None).data:
+            found |= zip(group.rows.tolist(), group.data, strict=True)
+        offsets = rows[:, Column.OFFSET].tolist()
         ends = [offset + size(number) for number, offset in enumerate(offsets)]
-        mine = [
-            {*range(offsets[number] // CHUNK, (ends[number] - 1) // CHUNK + 1)} if size(number) else set()
-            for number in chosen
-        ]
         # where a message has no checksum, that of its chunks tells, if they have one
-        expected_right = [
-            (not bad & touched) if is_unchecked else number not in wrong
-            for number, is_unchecked, touched in zip(chosen, unchecked.tolist(), mine, strict=True)
+        bad = {(ends[number] - 1) // CHUNK for number in wrong} if suffix == ".zarr" else set()
+        touched = [{*range(offsets[k] // CHUNK, (ends[k] - 1) // CHUNK + 1)} if size(k) else set() for k in chosen]
+        right = [
+            not (bad & chunks) if number in unchecked else number not in wrong
+            for number, chunks in zip(chosen, touched, strict=True)
         ]
-        assert found.tolist() == expected_right
-        for number in unread(array, rows):
-            survey.chunks.read(array, number)
-        assert touches_damage(array, rows).tolist() == [bool(bad & touched) for touched in mine]
+        assert [place in found for place in range(len(chosen))] == right
+        for place, elements_found in found.items():
+            if chosen[place] not in wrong:
+                assert (elements_found == elements(chosen[place]).numpy()).all()
+        array = survey.array_of(f"{name}/pools/biases/float32")
+        assert array is not None
+        for number in range(len(array.state)):
+            survey.chunks.read(array, *array.rows_of(number))
+        assert array.touching(rows[chosen], DAMAGED).tolist() == [bool(bad & chunks) for chunks in touched]
+        lost.tell()
+        assert (len(survey.problems) > 0) == (len(bad) > 0 or not all(right))
         store.close()

@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import h5py
@@ -20,14 +21,14 @@ from tests.trace.small_summaries import copy_journal, small_summaries
 from tracer.errors import TraceFormatError, TraceNotFoundError
 from tracer.format.declarations import declaration
 from tracer.format.summaries import Summary
-from tracer.messaging.messages import ModuleMessage, NetworkMessage
+from tracer.messaging.messages import LARGEST, ModuleMessage, NetworkMessage
 from tracer.stores.hdf5.datasets import ChunkPlaces
 from tracer.trace.writer import TraceWriter
-from tracer.upkeep import survey_chunks, survey_journal
+from tracer.upkeep import damage, survey_rows
+from tracer.upkeep.damage import CHECKS
 from tracer.upkeep.recover import recover
-from tracer.upkeep.survey import SurveyedTables
-from tracer.upkeep.survey_chunks import CHECKS
-from tracer.upkeep.verify import TRIES, verify
+from tracer.upkeep.survey import Survey
+from tracer.upkeep.verify import TRIES, first_step_of, verify
 
 FORMATS = (".zarr", ".h5")
 every_format = pytest.mark.parametrize("suffix", FORMATS)
@@ -87,10 +88,9 @@ def test_damaged_data(tmp_path: Path, suffix: str) -> None:
     assert (report.intact, report.complete, report.damaged, report.messages) == (False, False, 1, 18)
 
 
-@every_format
-def test_damaged_declarations(tmp_path: Path, suffix: str) -> None:
+def test_damaged_declarations(tmp_path: Path) -> None:
     """A declaration that cannot be parsed is told, and every message that needs it counts as damaged."""
-    path = write(tmp_path / f"run{suffix}")
+    path = write(tmp_path / "run.zarr")
     flip(path, b'{"stream":{"id":2,', 7)
     report = verify(path)
     assert {problem.array for problem in report.problems} >= {"rank0/declarations"}
@@ -122,10 +122,9 @@ def test_damaged_zarr_json(tmp_path: Path, name: str, damaged: int) -> None:
     assert (report.messages, report.damaged) == (18, damaged)
 
 
-@every_format
-def test_interrupted(tmp_path: Path, suffix: str) -> None:
+def test_interrupted(tmp_path: Path) -> None:
     """What a killed writer committed is intact, and the trace is not complete."""
-    path = tmp_path / f"run{suffix}"
+    path = tmp_path / "run.zarr"
     program = (
         "import os, signal, sys, torch\n"
         "from tracer import NetworkMessage, TraceWriter\n"
@@ -142,10 +141,9 @@ def test_interrupted(tmp_path: Path, suffix: str) -> None:
     assert (report.status, report.intact, report.complete, report.messages) == ("interrupted", True, False, 4)
 
 
-@every_format
-def test_while_it_is_recorded(tmp_path: Path, suffix: str) -> None:
+def test_while_it_is_recorded(tmp_path: Path) -> None:
     """What is committed of a trace that is being written can be checked, and is complete as far as it goes."""
-    with TraceWriter(tmp_path / f"run{suffix}") as writer:
+    with TraceWriter(tmp_path / "run.zarr") as writer:
         for step in range(3):
             where = {"global_step": step, "train_step": step, "epoch": 0}
             writer.write(NetworkMessage(kind="loss", data=torch.tensor(1.0), **where))
@@ -154,27 +152,26 @@ def test_while_it_is_recorded(tmp_path: Path, suffix: str) -> None:
             assert (report.status, report.complete, report.messages) == ("recording", True, step + 1)
 
 
-@every_format
-def test_a_run_that_ends_while_it_is_verified(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_ends_while_it_is_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is written between two looks is no damage: the trace is looked at again."""
-    path = tmp_path / f"run{suffix}"
+    path = tmp_path / "run.zarr"
     writer = TraceWriter(path)
-    plainly, looks = SurveyedTables._read_declarations, []
+    plainly, looks = Survey._read_declarations, []
 
     def write_step(step: int) -> None:
         where = {"global_step": step, "train_step": step, "epoch": 0}
         writer.write(ModuleMessage(kind="weights", module=f"fc{step}", data=weight(step), **where))
 
-    def late(self: SurveyedTables) -> None:
+    def late(self: Survey) -> Any:
         looks.append(self)
         if len(looks) == 1:
             write_step(1)
             writer.finish()
-        plainly(self)
+        return plainly(self)
 
     write_step(0)
     writer.commit()
-    monkeypatch.setattr(SurveyedTables, "_read_declarations", late)
+    monkeypatch.setattr(Survey, "_read_declarations", late)
     report = verify(path)
     assert (report.problems, report.messages, report.status, len(looks)) == ([], 2, "finished", 2)
     assert verify(path).complete
@@ -291,11 +288,10 @@ def test_a_summary_that_is_not_of_its_rows(tmp_path: Path, what: str, monkeypatc
     assert verify(tmp_path / "right.zarr").intact
 
 
-@every_format
-def test_a_journal_of_another_run(suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_journal_of_another_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that are right, and of the same streams and steps, but of another run than their summaries, are told."""
     small_summaries(monkeypatch, rows=7)
-    paths = [tmp_path / f"{name}{suffix}" for name in ("one", "other")]
+    paths = [tmp_path / f"{name}.zarr" for name in ("one", "other")]
     for path, value in zip(paths, (1.0, 2.0), strict=True):
         with TraceWriter(path, commit_rows=3) as writer:
             for step in range(60):
@@ -318,14 +314,14 @@ def test_many_summaries_of_the_same_rows(tmp_path: Path, monkeypatch: pytest.Mon
         writer.commit()
         writer._commits.lines.extend([declaration("summary", again)] * 300)
     rows = 0
-    summarize = survey_journal.summarized
+    summarize = survey_rows.summarized
 
     def counting(table: Any, start: int, **options: Any) -> Summary:
         nonlocal rows
         rows += len(table)
         return summarize(table, start, **options)
 
-    monkeypatch.setattr(survey_journal, "summarized", counting)
+    monkeypatch.setattr(survey_rows, "summarized", counting)
     told = [str(problem) for problem in verify(path).problems]
     assert told == ["summary: the summary of rows 0 to 59 is of rows that one before it is of (and 299 more summaries)"]
     assert rows <= TRIES * 60
@@ -340,7 +336,7 @@ def test_much_damage_of_one_kind_is_told_together(tmp_path: Path, monkeypatch: p
         journal[60:100:2, 2] ^= 3  # two bits, which nothing puts right
         file["rank0/journal"][:] = journal
     every = verify(path)
-    monkeypatch.setattr(survey_chunks, "MOST_TOLD", 4)
+    monkeypatch.setattr(damage, "MOST_TOLD", 4)
     report = verify(path)
     assert report.damaged == every.damaged >= 40
     for check, rest in (
@@ -353,3 +349,15 @@ def test_much_damage_of_one_kind_is_told_together(tmp_path: Path, monkeypatch: p
         assert len(all_of_it) >= 20
         assert last.messages == sum(one.messages for one in all_of_it[4:])
         assert rest.format(last.messages) in str(last)
+
+
+@pytest.mark.parametrize(
+    ("others", "trained", "first"), [([4, 2], 7, 2), ([], 7, 7), ([], None, LARGEST)], ids=["ranks", "rows", "nothing"]
+)
+def test_an_attempt_whose_header_is_lost(others: list[int], trained: int | None, first: int) -> None:
+    """It began where other ranks of the attempt say; where none does, at its first message of training."""
+    lost = SimpleNamespace(header={}, attempt=1, first_step=0, first_trained=trained)
+    known = [SimpleNamespace(header={"a": 1}, attempt=1, first_step=step) for step in others]
+    surveys: Any = [SimpleNamespace(header={"a": 1}, attempt=0, first_step=0), lost, *known]
+    assert first_step_of(surveys[1], surveys) == first
+    assert first_step_of(surveys[0], surveys) is None

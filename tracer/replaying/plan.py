@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tracer.errors import CaptureError
 from tracer.format.journal import Column
 from tracer.messaging.messages import STATISTICS_SUFFIX, kept_of
 from tracer.messaging.receiver import Receiver, Scope
 from tracer.replaying.filters import Audience, Filters
-from tracer.replaying.updates import by_stream
-from tracer.replaying.wanted import due_windows, wanted_of
+from tracer.replaying.wanted import by_stream, due_windows, opened, rank_of, wanted_of
 from tracer.stores.locations import Anywhere
 from tracer.trace.reader import TraceReader
 from tracer.trace.streams import Steps, StreamInfo
@@ -157,29 +154,6 @@ def _more(stream: StreamInfo, window: TraceReader, rows: NDArray[np.int64]) -> S
         bytes=stream.bytes + int(window.sizes(rows).sum()),
         steps=(begin, int(steps[-1])),
     )
-
-
-@contextlib.contextmanager
-def opened(trace: Anywhere | TraceReader, rank: int | None) -> Iterator[TraceReader]:
-    """A reader of the trace; closed on exit if it was opened here."""
-    if isinstance(trace, TraceReader):
-        yield trace
-        return
-    with TraceReader(trace, ranks=None if rank is None else [rank]) as reader:
-        yield reader
-
-
-def rank_of(reader: TraceReader, rank: int | None) -> int:
-    """The rank to replay: `rank`, or the only rank of the trace."""
-    ranks = reader.ranks
-    if rank is None and len(ranks) > 1:
-        raise CaptureError(
-            f"{reader.path} has the ranks {', '.join(map(str, ranks))}: say which one with rank=, one replay for each"
-        )
-    if rank is not None and rank not in ranks:
-        has = f"it has {', '.join(map(str, ranks))}"
-        raise reader.unreadable.get(rank) or CaptureError(f"{reader.path} has nothing of rank {rank}; {has}")
-    return ranks[0] if rank is None else rank
 
 
 def _as_json(stream: StreamInfo) -> dict[str, Any]:

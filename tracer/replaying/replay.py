@@ -13,9 +13,7 @@ from tracer.messaging.bus import FEW_BETWEEN, MessageBus
 from tracer.messaging.receiver import Receiver, in_order, tell_of_model
 from tracer.messaging.stacks import Stretch
 from tracer.replaying.filters import Audience, Filters
-from tracer.replaying.plan import opened, rank_of
-from tracer.replaying.updates import messages
-from tracer.replaying.wanted import DueWindow, Walk, Wanted, wanted_of
+from tracer.replaying.wanted import DueWindow, Walk, Wanted, messages, opened, rank_of, wanted_of
 from tracer.stores.locations import Anywhere
 from tracer.trace.reader import TraceReader
 from tracer.trace.streams import Selection, Steps, StreamInfo

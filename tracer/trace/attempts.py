@@ -1,50 +1,28 @@
-"""How the parts of ranks and attempts fit together: which parts are missing, and which messages count."""
+"""How the parts of ranks and attempts fit together: which parts are missing, and which messages count.
+
+A `PartSpan` is consecutive rows of a part; `ahead` cuts the parts of a trace into windows.
+"""
 
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tracer.errors import TraceError
-from tracer.format.journal import Column
+from tracer.format.journal import COLUMNS, Column
 from tracer.format.names import part_of, rank_and_attempt
-from tracer.format.tables import Stream
+from tracer.format.summaries import Summary, summarized, united
 from tracer.messaging.messages import DEFAULT_TAG
 from tracer.stores.locations import Location
+from tracer.trace.part import Part, first_step, tags_of
 
 
-def first_step(header: Mapping[str, Any], attempt: int) -> int:
-    """The global step at which an attempt began, according to its header; 0 for attempt 0."""
-    step = header.get("first_step", 0)
-    return step if type(step) is int and attempt else 0
-
-
-class Numbered(Protocol):
-    """Something with the rank and attempt of a part and the step at which the part began."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def attempt(self) -> int: ...
-    @property
-    def first_step(self) -> int: ...
-
-
-class Begun(Numbered, Protocol):
-    """A part whose header is known."""
-
-    name: str
-
-    @property
-    def header(self) -> dict[str, Any]: ...
-
-
-def restarted(parts: Iterable[Begun]) -> dict[int, int]:
+def restarted(parts: Iterable[Part]) -> dict[int, int]:
     """For each rank, the last attempt that began at step 0; no message of an earlier attempt counts."""
     found: dict[int, int] = {}
     for one in parts:
@@ -53,7 +31,7 @@ def restarted(parts: Iterable[Begun]) -> dict[int, int]:
     return found
 
 
-def foreign_parts(path: Location, parts: Iterable[Begun]) -> dict[str, str]:
+def foreign_parts(path: Location, parts: Iterable[Part]) -> dict[str, str]:
     """The parts that belong to another run, by name, each with a sentence; a reader leaves them out.
 
     A part of a later attempt is foreign if it has another run id than all earlier attempts and was created before them.
@@ -138,61 +116,6 @@ def worst(statuses: Sequence[str]) -> str:
     return next((status for status in statuses if status != "finished"), statuses[0])
 
 
-class Written(Numbered, Protocol):
-    """What the order of messages depends on; also implemented for a part that is surveyed for damage."""
-
-    @property
-    def messages(self) -> int:
-        """The number of messages."""
-        ...
-
-    def evaluated(self, step: int) -> tuple[NDArray[np.int64], NDArray[np.str_]]:
-        """The rows, and their tags, of evaluations in a step that were recorded before the step was trained."""
-        ...
-
-
-class Span(Protocol):
-    """Consecutive rows of a part."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def start(self) -> int: ...
-    @property
-    def clock(self) -> int:
-        """The largest step of the rows before the span."""
-        ...
-
-    @property
-    def journal(self) -> NDArray[np.int64]: ...
-
-
-def tags_of(ids: NDArray[np.int64], streams: Mapping[int, Stream]) -> NDArray[np.str_]:
-    """The tag of each stream id; ``"default"`` for unknown streams."""
-    numbers, places = np.unique(ids, return_inverse=True)
-    names = [streams[number].tag if number in streams else DEFAULT_TAG for number in numbers.tolist()]
-    return np.array(names or [DEFAULT_TAG], np.str_)[places]
-
-
-def evaluated(
-    pieces: Iterable[tuple[int, NDArray[np.int64], NDArray[np.str_]]], step: int
-) -> tuple[NDArray[np.int64], NDArray[np.str_]]:
-    """Implement `Written.evaluated` with pieces of a journal, in order: first row, steps and tags.
-
-    Pieces whose steps are all lower may be left out. No piece is read after the step's training was found.
-    """
-    rows, found = [np.zeros(0, np.int64)], [np.zeros(0, np.str_)]
-    for start, steps, tags in pieces:
-        trained = np.flatnonzero((steps >= step) & (tags == DEFAULT_TAG))
-        end = trained[0] if len(trained) else len(steps)
-        mine = np.flatnonzero((steps[:end] == step) & (tags[:end] != DEFAULT_TAG))
-        rows.append(start + mine)
-        found.append(tags[mine])
-        if len(trained):
-            break
-    return np.concatenate(rows), np.concatenate(found)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Counting:
     """Which rows of a part count: all, or those before the first step of a later attempt, and some evaluations.
@@ -218,7 +141,7 @@ class Counting:
         return counts
 
 
-def counting(parts: Sequence[Written], others: Sequence[Written] = ()) -> list[Counting]:
+def counting(parts: Sequence[PartSpan], others: Sequence[PartSpan] = ()) -> list[Counting]:
     """Which rows of each part count: a later attempt replaces all steps from its first step on.
 
     An attempt without messages replaces nothing. The parts of later attempts may be in `parts` or `others`. Evaluations
@@ -247,7 +170,7 @@ def counting(parts: Sequence[Written], others: Sequence[Written] = ()) -> list[C
     return found
 
 
-def in_order(spans: Sequence[Span], counts: Sequence[Counting]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def in_order(spans: Sequence[PartSpan], counts: Sequence[Counting]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """The counting rows of all spans in a common order: by step, then by rank; each span keeps its own order.
 
     `counts` holds the `Counting` of each span's part.
@@ -278,3 +201,170 @@ def seconds(created: object) -> float:
         return dt.datetime.fromisoformat(str(created)).timestamp()
     except (ValueError, OverflowError):
         return 0.0
+
+
+@final
+@dataclass(eq=False)
+class PartSpan:
+    """Consecutive rows of a part: some, or all that a reader knows; other readers may have read further.
+
+    Attributes
+    ----------
+    part : Part
+    start, stop : int
+        The range of rows; start inclusive, stop exclusive.
+    clock : int
+        The largest step of the counting rows before the span.
+    counts : Counting or None
+        The rows that count towards `clock`; None if `clock` was not computed.
+    known : numpy.ndarray of int64, (rows, columns)
+        Rows from `start` on that are in memory already; may end before or after `stop`.
+    """
+
+    part: Part
+    start: int
+    stop: int
+    clock: int = 0
+    counts: Counting | None = None
+    known: NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, COLUMNS), np.int64))
+
+    @classmethod
+    def of(cls, part: Part) -> PartSpan:
+        """All present rows of a part."""
+        return cls(part, 0, part.messages)
+
+    @property
+    def rank(self) -> int:
+        """The rank of the part."""
+        return self.part.rank
+
+    @property
+    def attempt(self) -> int:
+        """The attempt of the part."""
+        return self.part.attempt
+
+    @property
+    def first_step(self) -> int:
+        """The step at which the attempt of the part began."""
+        return self.part.first_step
+
+    @property
+    def messages(self) -> int:
+        """The number of rows."""
+        return self.stop - self.start
+
+    def evaluated(self, step: int) -> tuple[NDArray[np.int64], NDArray[np.str_]]:
+        """See `Part.evaluated`; of the rows of the part before `stop`."""
+        rows, tags = self.part.evaluated(step)
+        known = rows < self.stop
+        return rows[known], tags[known]
+
+    def kept(self) -> PartSpan:
+        """The same span, with all rows in memory; the part keeps them from now on."""
+        return replace(self, known=self.part.rows.all[self.start : self.stop])
+
+    @property
+    def journal(self) -> NDArray[np.int64]:
+        """The rows, (messages, columns)."""
+        first = self.start + len(self.known)
+        if first < self.stop:
+            more = self.part.rows.between(first, self.stop)
+            self.known = np.concatenate([self.known, more]) if len(self.known) else more
+        return self.known[: self.stop - self.start]
+
+    def until(self, stop: int) -> PartSpan:
+        """The same span with another `stop`."""
+        return replace(self, stop=stop)
+
+    def after(self, row: int, counts: Counting | None) -> PartSpan:
+        """An empty span at `row`, with the clock after the rows before it."""
+        steps = self.known[: row - self.start, Column.GLOBAL_STEP]
+        clock = 0 if counts is None else int(steps[counts.mask(steps, self.start)].max(initial=self.clock))
+        return PartSpan(self.part, row, row, clock, counts, self.known[row - self.start :])
+
+    def clocks(self, counts: Counting) -> NDArray[np.int64]:
+        """For each row, the largest step among the counting rows up to and including this row."""
+        steps = self.journal[:, Column.GLOBAL_STEP]
+        steps = np.where(counts.mask(steps, self.start), steps, 0)
+        found: NDArray[np.int64] = np.maximum.accumulate(steps).clip(min=self.clock)
+        return found
+
+
+def counted(read: PartSpan, counts: Counting, without: Collection[int] = ()) -> Iterator[Summary]:
+    """Summaries of the counting rows of a span, except training in the steps `without`; reads few rows."""
+    rows = read.part.rows
+    if counts.limit is None and not without:
+        yield rows.total if read.stop == rows.length else united([*rows.pieces(0, read.stop)])
+        return
+    for piece in rows.pieces(0, read.stop):
+        found = _counted(read.part, piece, counts, without)
+        if found is not None:
+            yield found
+
+
+def _counted(part: Part, piece: Summary, counts: Counting, without: Collection[int] = ()) -> Summary | None:
+    """The summary of the counting rows among those of `piece`; None if all are past the limit."""
+    first, last = piece.steps
+    if counts.limit is not None and first > counts.limit:
+        return None
+    if (counts.limit is None or last < counts.limit) and not any(first <= step <= last for step in without):
+        return piece
+    rows = part.rows.between(piece.start, piece.stop)
+    steps = rows[:, Column.GLOBAL_STEP]
+    left_out = np.isin(steps, list(without))
+    left_out &= tags_of(rows[:, Column.STREAM], part.tables.streams) == DEFAULT_TAG
+    return summarized(rows[counts.mask(steps, piece.start) & ~left_out], piece.start, checksum=False)
+
+
+def clock_before(part: Part, start: int, counts: Counting) -> int:
+    """The largest step of the counting rows before `start`."""
+    clock = 0
+    for piece in part.rows.pieces(0, start):
+        found = _counted(part, piece, counts)
+        clock = clock if found is None else max(clock, found.steps[1])
+    return clock
+
+
+def end_of_counted(read: PartSpan, counts: Counting) -> int:
+    """The row after the last counting row of a span; reads few rows."""
+    if counts.limit is None:
+        return read.stop
+    for piece in reversed([*read.part.rows.pieces(0, read.stop)]):
+        first, last = piece.steps
+        if last < counts.limit:
+            return piece.stop
+        if first <= counts.limit:
+            steps = read.part.rows.between(piece.start, piece.stop)[:, Column.GLOBAL_STEP]
+            mine = np.flatnonzero(counts.mask(steps, piece.start))
+            if len(mine):
+                return piece.start + int(mine[-1]) + 1
+    return 0
+
+
+def ahead(
+    starts: Sequence[PartSpan], counts: Sequence[Counting], ends: Sequence[int], rows: int, *, alone: bool
+) -> list[PartSpan]:
+    """The next window: spans from `starts` on with about `rows` rows, all of which precede the remaining rows.
+
+    The window ends at the end of a step, by the clocks of the parts. It is longer if a single step has more rows, and
+    takes everything up to `ends` if little is left. The clock of a part that is `alone` is not needed.
+    """
+    spans = [
+        one if alone or one.counts is of_part else replace(one, clock=clock_before(one.part, one.start, of_part))
+        for one, of_part in zip(starts, counts, strict=True)
+    ]
+    going_on = sum(one.start < end for one, end in zip(spans, ends, strict=True))
+    while True:
+        share = -(-rows // max(1, going_on))
+        spans = [
+            replace(one, stop=max(one.start, min(one.start + share + 1, end)), counts=of_part)
+            for one, of_part, end in zip(spans, counts, ends, strict=True)
+        ]
+        clocks = [span.clocks(of_part) for span, of_part in zip(spans, counts, strict=True)]
+        cut = [clock[-1] for span, clock, end in zip(spans, clocks, ends, strict=True) if span.stop < end]
+        if not cut:
+            return spans
+        stops = [span.start + int(np.searchsorted(clock, min(cut))) for span, clock in zip(spans, clocks, strict=True)]
+        if any(stop > span.start for stop, span in zip(stops, spans, strict=True)):
+            return [span.until(stop) for span, stop in zip(spans, stops, strict=True)]
+        rows *= 2

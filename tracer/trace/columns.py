@@ -1,20 +1,18 @@
-"""`Columns`: many messages as arrays, passed from a reader to a writer without an object for each message."""
+"""`Columns`: messages as arrays, in which a trace is read and copied; single messages are a view of them."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tracer.format.encodings import decode
-from tracer.format.journal import NONE, Column, checksums
+from tracer.format.encodings import ENCODINGS, readable
 from tracer.format.tables import Stream
 from tracer.messaging.messages import Message, checked
-from tracer.trace.commits import Commits, Due
-from tracer.trace.pools import OpenPool, Pools
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,33 +59,66 @@ def grouped(keys: NDArray[np.int64], *, ascending: bool = True) -> Iterator[tupl
         yield int(keys[part[0]]), part
 
 
-FEW_ELEMENTS: Final = 64
-"""Messages with up to this many elements are ordered by a single numpy operation, larger ones one by one."""
-FEW: Final = 16
-"""Up to this many messages are written one by one; numpy is faster only for more."""
-_TARGET: Final = [Column.STREAM, Column.POOL, Column.COUNT, Column.SHAPE, Column.FLAGS]
-_EVENT: Final = np.zeros(len(Column), np.int64)
-_EVENT[[Column.POOL, Column.SHAPE, Column.CRC32C]] = NONE
+_KEPT: Final = 64
+"""A message that is kept keeps a block in memory of at most this many times its size."""
+_VECTOR: Final = 64
+"""Vectors of at most this many numbers are given out as rows of one tensor."""
 
 
 @final
 @dataclass(slots=True, eq=False)
-class Together:
+class Group:
     """The data of messages of one dtype and shape.
 
     Attributes
     ----------
-    places : numpy.ndarray of int64, (n,)
-        The indices of the messages, ascending.
+    rows : numpy.ndarray of int64, (n,)
+        The places of the messages in their `Columns`, ascending; from `TraceReader.arrays`, the rows of
+        `TraceReader.journal`, which holds their streams, steps and so on.
     data : numpy.ndarray, (n, ...)
-        Contiguous, of the storage dtype.
+        Of the storage dtype; from `TraceReader.arrays`, types that numpy lacks (bfloat16, 8-bit floats) come as
+        float32, which represents them exactly.
     dtype : str
         The logical dtype.
+    whole_nbytes : int
+        Bytes of the memory block that `data` is a part of.
     """
 
-    places: NDArray[np.int64]
+    rows: NDArray[np.int64]
     data: NDArray[Any]
     dtype: str
+    whole_nbytes: int = 0
+
+    def only(self, chosen: NDArray[np.int64] | NDArray[np.bool_] | slice, rows: NDArray[np.int64]) -> Group:
+        """The `chosen` messages, at other `rows`."""
+        return Group(rows, self.data[chosen], self.dtype, self.whole_nbytes)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """The tensors, each in its own memory or in a block of at most `_KEPT` times its size.
+
+        They are made one by one, because thousands at once would leave the processor's cache before they are used.
+        """
+        import torch
+
+        data, encoding = self.data, ENCODINGS[self.dtype]
+        if not data.size:
+            for _ in range(len(data)):
+                yield torch.empty(data.shape[1:], dtype=encoding.dtype, device="cpu")
+            return
+        few = self.whole_nbytes * len(data) <= _KEPT * data.nbytes
+        from_numpy = torch.from_numpy
+        for begin in range(0, len(data), _KEPT):
+            # copied if the block is much larger, because a message that is kept keeps its block in memory
+            part = data[begin : begin + _KEPT] if few else data[begin : begin + _KEPT].copy()
+            # the ellipsis gives arrays without axes; a plain index would give numpy scalars
+            rows = part if part.ndim > 1 else [part[number, ...] for number in range(len(part))]
+            if part.ndim == 2 and part.shape[1] <= _VECTOR and encoding.bits is None:
+                yield from from_numpy(part).unbind()  # views of one table, which who reads vectors can read as a whole
+            elif encoding.bits is None:
+                yield from map(from_numpy, rows)
+            else:
+                for row in rows:
+                    yield from_numpy(row).view(encoding.dtype)
 
 
 @final
@@ -103,14 +134,17 @@ class Columns:
         The index of each message's stream.
     counters : numpy.ndarray of int64, (messages, 4)
         Global step, train step, epoch and call of each message.
-    data : list of Together
+    data : list of Group
         The data of each message whose stream carries data.
+    rows : numpy.ndarray of int64, (messages,)
+        The rows of the messages in the reader's journal; empty if they come from no reader.
     """
 
     streams: Sequence[Stream]
     numbers: NDArray[np.int64]
     counters: NDArray[np.int64]
-    data: list[Together]
+    data: list[Group]
+    rows: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -121,187 +155,74 @@ class Columns:
         rows = np.array([max(1, len(one.rows)) for one in self.streams], np.int64)
         return int(rows[self.numbers].sum())
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all data."""
+        return sum(group.data.nbytes for group in self.data)
+
     def part(self, begin: int, end: int) -> Columns:
         """The messages from `begin` up to, not including, `end`."""
         if begin == 0 and end == len(self):
             return self
         data = []
-        for one in self.data:
-            first, last = np.searchsorted(one.places, (begin, end)).tolist()
+        for group in self.data:
+            first, last = np.searchsorted(group.rows, (begin, end)).tolist()
             if first < last:
-                data.append(Together(one.places[first:last] - begin, one.data[first:last], one.dtype))
-        return Columns(self.streams, self.numbers[begin:end], self.counters[begin:end], data)
+                data.append(group.only(slice(first, last), group.rows[first:last] - begin))
+        return Columns(self.streams, self.numbers[begin:end], self.counters[begin:end], data, self.rows[begin:end])
+
+    def complete(self) -> NDArray[np.bool_]:
+        """Which messages have their data, if their stream carries data; a tolerant reader leaves out what is lost."""
+        there: NDArray[np.bool_] = np.array([stream.dtype is None for stream in self.streams], np.bool_)[self.numbers]
+        for group in self.data:
+            there[group.rows] = True
+        return there
+
+    def only(self, chosen: NDArray[np.bool_]) -> Columns:
+        """The `chosen` messages."""
+        if chosen.all():
+            return self
+        places = np.cumsum(chosen) - 1
+        data = [
+            group.only(there, places[group.rows[there]]) for group in self.data if (there := chosen[group.rows]).any()
+        ]
+        rows = self.rows[chosen] if len(self.rows) else self.rows
+        return Columns(self.streams, self.numbers[chosen], self.counters[chosen], data, rows)
 
     def messages(self) -> Iterator[Message]:
-        """The messages one by one."""
-        data: list[Tensor | None] = [None] * len(self)
-        for together in self.data:
-            tensors = decode(together.data, together.dtype, together.data.shape).unbind()
-            for place, tensor in zip(together.places.tolist(), tensors, strict=True):
-                data[place] = tensor
-        fields = zip(self.numbers.tolist(), self.counters.tolist(), data, strict=True)
-        for number, (step, train_step, epoch, call), found in fields:
-            one = self.streams[number]
-            names = one.kind, one.module, step, train_step, epoch, one.tag, call, one.leaf, one.rank
-            yield checked(*names, found, one.sampling)
+        """The messages one by one; empties `data`, which would keep the block in memory."""
+        owners = np.full(len(self), len(self.data), np.int64)
+        tensors: list[Iterator[Tensor | None]] = []
+        for number, group in enumerate(self.data):
+            owners[group.rows] = number
+            tensors.append(group.tensors())
+            del group
+        self.data.clear()
+        tensors.append(itertools.repeat(None))  # for messages without data
+        streams = self.streams
+        fields = zip(owners.tolist(), self.numbers.tolist(), self.counters.tolist(), strict=True)
+        for owner, number, (global_step, train_step, epoch, call) in fields:
+            kind, _, module, tag, leaf, _, sampling, rank, _, _ = streams[number]
+            data = next(tensors[owner])
+            yield checked(kind, module, global_step, train_step, epoch, tag, call, leaf, rank, data, sampling)
+        tensors.clear()
+
+    def values(self) -> Iterator[tuple[int, NDArray[Any] | None]]:
+        """The row in the journal and the data of each message, without torch; None for events."""
+        data: dict[int, NDArray[Any]] = {}
+        for group in self.data:
+            data |= zip(group.rows.tolist(), readable(group.data, group.dtype), strict=True)
+        for place, row in enumerate(self.rows.tolist()):
+            yield row, data.pop(place, None)
+
+    def arrays(self) -> Iterator[Group]:
+        """The data by rows of the journal, as `TraceReader.arrays` gives it."""
+        for group in self.data:
+            yield Group(self.rows[group.rows], readable(group.data, group.dtype), group.dtype)
 
     def sizes(self) -> NDArray[np.int64]:
         """The bytes of each message's data."""
         found = np.zeros(len(self), np.int64)
-        for one in self.data:
-            found[one.places] = one.data[:1].nbytes
+        for group in self.data:
+            found[group.rows] = group.data[:1].nbytes
         return found
-
-
-@final
-class ColumnPacking:
-    """Writes columns; the data in each pool is in the same order as after writing the messages one by one.
-
-    Parameters
-    ----------
-    commits : Commits
-    pools : Pools
-    due : Due
-    """
-
-    def __init__(self, commits: Commits, pools: Pools, due: Due) -> None:
-        self._commits = commits
-        self._store = commits.store
-        self._pools = pools
-        self._due = due
-        # for the streams of the last block: the journal entries of `_TARGET`, by stream and shape
-        self._streams: Sequence[Stream] = ()
-        self._targets: dict[tuple[int, tuple[int, ...] | None], tuple[int, int, int, int, int]] = {}
-        self._open: dict[int, OpenPool] = {}
-
-    def write(self, columns: Columns, begin: int) -> int:
-        """Write messages from `begin` on, until a commit is due; return the index of the first unwritten message."""
-        sizes = columns.sizes()[begin:]
-        steps = columns.counters[begin:, 0]
-        count = self._due.until(self._commits, sizes, steps)
-        self._write(columns.part(begin, begin + count))
-        nbytes = int(sizes[:count].sum())
-        self._due.add(nbytes, int(steps[0]), int(steps[count - 1]))
-        self._commits.bytes += nbytes
-        return begin + count
-
-    def _write(self, columns: Columns) -> None:
-        """Write messages: their data to the pools, and their rows to the journal."""
-        if columns.streams is not self._streams:
-            self._streams = columns.streams
-            self._targets.clear()
-        rows = np.empty((len(columns), len(Column)), np.int64)
-        # the values for messages without data
-        rows[:] = _EVENT
-        rows[:, Column.GLOBAL_STEP : Column.CALL + 1] = columns.counters
-        # for each message: which of `columns.data` has its data, and the index there; -1 for events
-        which, at = np.full(len(columns), -1), np.zeros(len(columns), np.int64)
-        for number, one in enumerate(columns.data):
-            which[one.places], at[one.places] = number, np.arange(len(one.places))
-        self._enter_targets(columns, np.flatnonzero(which < 0), rows)
-        for number, places in grouped(rows[:, Column.POOL]):
-            if number != NONE:
-                self._append(self._open[number], rows, places, which, at, columns.data)
-        self._commits.new_rows(len(rows))[:] = rows
-
-    def _enter_targets(self, columns: Columns, events: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
-        """Fill the columns `_TARGET` of journal rows: the stream, pool, count, shape and flags of each message."""
-        parts: list[tuple[Together | None, NDArray[np.int64]]] = [(one, one.places) for one in columns.data]
-        if len(events):
-            parts.append((None, events))
-        found = [
-            (one, places, *np.unique(columns.numbers[places], return_index=True, return_inverse=True))
-            for one, places in parts
-        ]
-        new = [
-            (int(places[first]), (number, _shape_of(one)), one, first)
-            for one, places, numbers, firsts, _ in found
-            for number, first in zip(numbers.tolist(), firsts.tolist(), strict=True)
-            if (number, _shape_of(one)) not in self._targets
-        ]
-        # declared in the order of their first messages
-        for _, key, of, first in sorted(new, key=lambda one: one[0]):
-            self._targets[key] = self._declare(self._streams[key[0]], of, first)
-        for one, places, numbers, _, inverse in found:
-            shape = _shape_of(one)
-            targets = np.array([self._targets[number, shape] for number in numbers.tolist()], np.int64)
-            rows[places[:, None], _TARGET] = targets[inverse]
-
-    def _declare(self, stream: Stream, of: Together | None, first: int) -> tuple[int, int, int, int, int]:
-        """The journal entries of `_TARGET` for a stream and shape; both are declared if they are new."""
-        data = None if of is None else decode(of.data[first : first + 1], of.dtype, of.data.shape[1:])
-        names = stream.kind, stream.module, 0, 0, 0, stream.tag, 0, stream.leaf, stream.rank
-        message = checked(*names, data, stream.sampling)
-        opened = self._pools.stream_of(message)
-        if data is None:
-            return opened.id, NONE, 0, NONE, 0
-        place = self._pools.place_of(opened, message, data)
-        self._open[place.pool.id] = place.pool
-        return opened.id, *place.entry
-
-    def _append(
-        self,
-        pool: OpenPool,
-        rows: NDArray[np.int64],
-        places: NDArray[np.int64],
-        which: NDArray[np.int64],
-        at: NDArray[np.int64],
-        data: Sequence[Together],
-    ) -> None:
-        """Append the data of a pool's messages, in order, and enter its offsets and checksums into `rows`."""
-        counts = rows[places, Column.COUNT]
-        parts = [(data[number], places[mine], at[places[mine]]) for number, mine in grouped(which[places])]
-        found: list[int] = []
-        elements = _in_order(parts, places, counts)
-        own = pool.row != ()
-        with self._commits:
-            first = self._store.append(pool.name, elements.reshape(-1, *pool.row), found)
-        rows[places, Column.OFFSET] = first * int(counts[0] if own else 1) + np.cumsum(counts) - counts
-        if own and found:
-            rows[places, Column.CRC32C] = found
-            return
-        for one, mine, chosen in parts:
-            of_part = _rows_of(one, chosen)
-            rows[mine, Column.CRC32C] = checksums(of_part.reshape(len(mine), int(rows[mine[0], Column.COUNT])))
-
-
-def _shape_of(one: Together | None) -> tuple[int, ...] | None:
-    return None if one is None else one.data.shape[1:]
-
-
-def _rows_of(one: Together, chosen: NDArray[np.int64]) -> NDArray[Any]:
-    """The data of the `chosen` messages, ascending indices; a view if they are consecutive."""
-    first = int(chosen[0])
-    if int(chosen[-1]) - first + 1 == len(chosen):
-        return one.data[first : first + len(chosen)]
-    return one.data[chosen]
-
-
-def _in_order(
-    parts: Sequence[tuple[Together, NDArray[np.int64], NDArray[np.int64]]],
-    places: NDArray[np.int64],
-    counts: NDArray[np.int64],
-) -> NDArray[Any]:
-    """The elements of all messages, concatenated in order.
-
-    Parameters
-    ----------
-    parts : sequence
-        Each with data, the places of its messages, and their indices in that data.
-    places, counts : numpy.ndarray of int64
-        The places of all messages, ascending, and the number of elements of each message.
-    """
-    if len(parts) == 1:
-        one, _, chosen = parts[0]
-        return _rows_of(one, chosen).reshape(-1)
-    starts = np.cumsum(counts) - counts
-    elements = np.empty(int(counts.sum()), parts[0][0].data.dtype)
-    for one, mine, chosen in parts:
-        begins = starts[np.searchsorted(places, mine)]
-        of_part = _rows_of(one, chosen).reshape(len(mine), -1) if one.data.size else one.data[:0]
-        if of_part.size and of_part.shape[1] <= FEW_ELEMENTS:
-            elements[begins[:, None] + np.arange(of_part.shape[1])] = of_part
-            continue
-        for begin, row in zip(begins.tolist(), of_part, strict=False):
-            elements[begin : begin + len(row)] = row
-    return elements

@@ -19,12 +19,10 @@ from tracer.messaging.messages import DEFAULT_TAG
 from tracer.shown import table
 from tracer.stores.locations import Location
 from tracer.stores.opening import STORES
-from tracer.trace.attempts import Counting
-from tracer.trace.blocks import Blocks
-from tracer.trace.data import Data, itemsizes
+from tracer.trace.attempts import Counting, PartSpan
+from tracer.trace.data import Blocks, Data, itemsizes
 from tracer.trace.holes import Hole, holes_of, noted, sentences
 from tracer.trace.merging import Parts, joint, merged
-from tracer.trace.spans import PartSpan
 from tracer.trace.streams import StreamInfo, described
 
 Position = Sequence[PartSpan]
@@ -111,7 +109,7 @@ class Described:
                 spans = [read.kept() for read in self._tables.parts]
             found = merged(self._parts, self._tables, spans)
             ordered = not (self._tables.alone or self._tables.assembles)
-            data = Data(self.path, found, self._parts.stores, self._verify)
+            data = self._parts.data(self.path, found, self._parts.stores, self._verify)
             self._read = Reading(data, spans, self._tables.counting if ordered else None)
         return self._read
 

@@ -1,19 +1,21 @@
-"""`Packing`: writes messages to pools and to the journal, small messages of one shape together."""
+"""`Packing`: writes messages and columns to pools and to the journal, small messages of one shape together."""
 
 from __future__ import annotations
 
 import itertools
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tracer.errors import MessageError, TracerError, summary
-from tracer.format.encodings import encode
+from tracer.format.encodings import decode, encode
 from tracer.format.journal import NONE, Column, checksums
-from tracer.messaging.messages import Message
+from tracer.format.tables import Stream
+from tracer.messaging.messages import Message, checked
+from tracer.trace.columns import Columns, Group, grouped
 from tracer.trace.commits import FIRST_BYTES, Commits, Due
 from tracer.trace.pools import PoolPlace, Pools
 
@@ -26,6 +28,8 @@ _FEW: Final = 24
 """Up to this many messages are entered into the journal one by one; numpy is faster only for more."""
 _FIELDS: Final = 7
 """Numbers noted of each message of a batch: stream, run, index in the run, and four counters."""
+FEW: Final = 16
+"""Up to this many messages in columns are written one by one; numpy is faster only for more."""
 
 
 @final
@@ -54,6 +58,9 @@ class Packing:
         self._waiting: list[PoolPlace] = []
         # bytes of data in the batch
         self._nbytes = 0
+        # for the streams of the last columns: the opened stream and the place, by stream and shape
+        self._streams: Sequence[Stream] = ()
+        self._targets: dict[tuple[int, tuple[int, ...] | None], tuple[int, PoolPlace | None]] = {}
 
     def write(self, messages: Iterator[Message]) -> bool:
         """Write a batch, until the batch is full or a commit is due; returns whether there may be more messages.
@@ -73,13 +80,20 @@ class Packing:
                 for place in self._waiting:
                     if place.tensors:
                         self._pack(place)
-                self._enter(flat)
-                if flat:
-                    due.add(self._nbytes, flat[3], flat[3 - _FIELDS])
-                commits.bytes += self._nbytes
+                if len(flat) <= _FEW * _FIELDS:
+                    self._enter_few(flat)
+                else:  # via an `array`, because numpy converts a list five times slower
+                    self._enter(np.frombuffer(array("q", flat), np.int64).reshape(-1, _FIELDS))
+                self._end([flat[3], flat[3 - _FIELDS]] if flat else [])
             self._waiting.clear()
-            del self._entries[1:], self._offsets[1:], self._checksums[1:]
         return len(flat) == _FIELDS * most or self._nbytes >= limit
+
+    def _end(self, steps: Sequence[int]) -> None:
+        """End a batch, of which `steps` holds the first and the last step, if it has messages."""
+        if steps:
+            self._due.add(self._nbytes, steps[0], steps[-1])
+        self._commits.bytes += self._nbytes
+        del self._entries[1:], self._offsets[1:], self._checksums[1:]
 
     def _take(self, messages: Iterator[Message], limit: int, flat: list[int]) -> None:
         """Write the data of messages, or let it wait for more of the same place; note each message in `flat`."""
@@ -167,21 +181,19 @@ class Packing:
         self._offsets[number] = first * place.count if place.own else first
         self._nbytes += place.nbytes * count
 
-    def _enter(self, flat: list[int]) -> None:
-        """Enter messages into the journal, from the noted numbers."""
-        count = len(flat) // _FIELDS
-        if count <= _FEW:
-            for begin in range(0, len(flat), _FIELDS):
-                stream, number, at, *counters = flat[begin : begin + _FIELDS]
-                pool, size, shape, flags = self._entries[number]
-                offset, checksum = self._offsets[number] + at * size, int(self._checksums[number][at])
-                self._commits.enter((stream, pool, offset, size, shape, *counters, flags, checksum, 0))
-            return
-        # via an `array`, because numpy converts a list five times slower
-        noted = np.frombuffer(array("q", flat), np.int64).reshape(count, _FIELDS)
+    def _enter_few(self, flat: list[int]) -> None:
+        """Enter messages into the journal one by one, from the noted numbers."""
+        for begin in range(0, len(flat), _FIELDS):
+            stream, number, at, *counters = flat[begin : begin + _FIELDS]
+            pool, size, shape, flags = self._entries[number]
+            offset, checksum = self._offsets[number] + at * size, int(self._checksums[number][at])
+            self._commits.enter((stream, pool, offset, size, shape, *counters, flags, checksum, 0))
+
+    def _enter(self, noted: NDArray[np.int64]) -> None:
+        """Enter messages into the journal, from the noted numbers, (messages, _FIELDS)."""
         numbers, places = noted[:, 1], noted[:, 2]
         entries = np.array(self._entries, np.int64)[numbers]
-        rows = self._commits.new_rows(count)
+        rows = self._commits.new_rows(len(noted))
         rows[:, Column.STREAM] = noted[:, 0]
         rows[:, Column.POOL] = entries[:, 0]
         rows[:, Column.OFFSET] = np.array(self._offsets, np.int64)[numbers] + places * entries[:, 1]
@@ -192,3 +204,66 @@ class Packing:
         found = [np.asarray(one, np.int64) for one in self._checksums]
         begins = np.cumsum([0, *map(len, found[:-1])])
         rows[:, Column.CRC32C] = np.concatenate(found)[begins[numbers] + places]
+
+    def write_columns(self, columns: Columns, begin: int) -> int:
+        """Write messages from `begin` on, until a commit is due; return the index of the first unwritten message."""
+        count = self._due.until(self._commits, columns.sizes()[begin:], columns.counters[begin:, 0])
+        part = columns.part(begin, begin + count)
+        if columns.streams is not self._streams:
+            self._streams = columns.streams
+            self._targets.clear()
+        self._nbytes = 0
+        noted = np.zeros((count, _FIELDS), np.int64)
+        noted[:, 3:] = part.counters
+        events = np.ones(count, np.bool_)
+        for group in part.data:
+            events[group.rows] = False
+        parts: list[tuple[Group | None, NDArray[np.int64]]] = [(group, group.rows) for group in part.data]
+        parts.append((None, np.flatnonzero(events)))
+        self._declare(part, parts)
+        for carried, rows in parts:
+            runs: dict[PoolPlace, list[NDArray[np.int64]]] = {}
+            for number, mine in grouped(part.numbers[rows]):
+                noted[rows[mine], 0], place = self._targets[number, _shape_of(carried)]
+                if place is not None:
+                    runs.setdefault(place, []).append(mine)
+            for place, which in runs.items():
+                assert carried is not None  # events have no place
+                self._write_run(place, carried, which, noted)
+        self._enter(noted)
+        self._end(part.counters[:, 0].tolist())
+        return begin + count
+
+    def _write_run(
+        self, place: PoolPlace, group: Group, which: list[NDArray[np.int64]], noted: NDArray[np.int64]
+    ) -> None:
+        """Write the messages of a group that belong to a place; `which` holds their indices, by stream."""
+        chosen = np.sort(np.concatenate(which))
+        data = group.data if len(chosen) == len(group.data) else group.data[chosen]
+        number = self._open(place.entry)
+        noted[group.rows[chosen], 1] = number
+        noted[group.rows[chosen], 2] = np.arange(len(chosen))
+        self._append(place, number, data, len(chosen))
+
+    def _declare(self, part: Columns, parts: Sequence[tuple[Group | None, NDArray[np.int64]]]) -> None:
+        """Declare the new streams and shapes, in the order of their first messages."""
+        new = [
+            (int(rows[first]), group, first, (number, _shape_of(group)))
+            for group, rows in parts
+            for number, first in zip(*map(list, np.unique(part.numbers[rows], return_index=True)), strict=True)
+            if (number, _shape_of(group)) not in self._targets
+        ]
+        for _, group, first, key in sorted(new, key=lambda one: one[0]):
+            stream = self._streams[key[0]]
+            data = None
+            if group is not None:
+                data = decode(group.data[first : first + 1], group.dtype, group.data.shape[1:])
+            names = stream.kind, stream.module, 0, 0, 0, stream.tag, 0, stream.leaf, stream.rank
+            message = checked(*names, data, stream.sampling)
+            opened = self._pools.stream_of(message)
+            place = None if data is None else self._pools.place_of(opened, message, data)
+            self._targets[key] = opened.id, place
+
+
+def _shape_of(group: Group | None) -> tuple[int, ...] | None:
+    return None if group is None else group.data.shape[1:]

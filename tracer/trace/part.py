@@ -7,8 +7,8 @@ changes. A part has a journal and declarations. `tracer.trace.merging` merges al
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Sequence
-from typing import Any, final
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,9 +20,9 @@ from tracer.format.names import check_root, declarations_name, journal_name, ran
 from tracer.format.process import process_lives
 from tracer.format.tables import Stream, Tables
 from tracer.memory import collector_waits
+from tracer.messaging.messages import DEFAULT_TAG
 from tracer.stores.locations import Location
 from tracer.stores.protocols import ReadStore
-from tracer.trace.attempts import evaluated, first_step, tags_of
 from tracer.trace.rows import Rows
 
 SILENT_SECONDS = 60.0
@@ -31,7 +31,6 @@ SKEWED_SECONDS = 86_400.0
 """A change time this far in the future counts as interrupted, too: clocks differ, but by less."""
 
 
-@final
 class Part:
     """The part of a trace that one process wrote, as committed at the last `refresh`.
 
@@ -68,11 +67,7 @@ class Part:
         self.name = name
         self.store = store
         self.rank, self.attempt = rank_and_attempt(name)
-        self.attributes = store.attrs()
-        try:
-            check_root(self.attributes, lambda: store.attrs(name))
-        except TraceError as error:
-            raise type(error)(f"{path} cannot be read: {error}") from None
+        self.attributes = self._root()
         self.tables = Tables()
         self.rows = Rows(path, name, store, self.tables)
         # bytes of the declarations that were read, and the checksum of the last line
@@ -80,6 +75,15 @@ class Part:
         self._checksum = 0
         self.broken_off = ""
         self._read()
+
+    def _root(self) -> dict[str, Any]:
+        """The attributes of the root, checked."""
+        attributes = self.store.attrs()
+        try:
+            check_root(attributes, lambda: self.store.attrs(self.name))
+        except TraceError as error:
+            raise type(error)(f"{self.path} cannot be read: {error}") from None
+        return attributes
 
     @property
     def header(self) -> dict[str, Any]:
@@ -103,7 +107,7 @@ class Part:
         return self.rows.length
 
     def evaluated(self, step: int) -> tuple[NDArray[np.int64], NDArray[np.str_]]:
-        """See `tracer.trace.attempts.Written.evaluated`; reads few rows."""
+        """The rows, and their tags, of evaluations in a step that were recorded before the step was trained."""
 
         def pieces() -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.str_]]]:
             for piece in self.rows.pieces():
@@ -315,3 +319,35 @@ def _without_torn_rows(rows: NDArray[np.int64]) -> NDArray[np.int64]:
     while length and torn[length - 1]:
         length -= 1
     return rows[:length]
+
+
+def first_step(header: Mapping[str, Any], attempt: int) -> int:
+    """The global step at which an attempt began, according to its header; 0 for attempt 0."""
+    step = header.get("first_step", 0)
+    return step if type(step) is int and attempt else 0
+
+
+def tags_of(ids: NDArray[np.int64], streams: Mapping[int, Stream]) -> NDArray[np.str_]:
+    """The tag of each stream id; ``"default"`` for unknown streams."""
+    numbers, places = np.unique(ids, return_inverse=True)
+    names = [streams[number].tag if number in streams else DEFAULT_TAG for number in numbers.tolist()]
+    return np.array(names or [DEFAULT_TAG], np.str_)[places]
+
+
+def evaluated(
+    pieces: Iterable[tuple[int, NDArray[np.int64], NDArray[np.str_]]], step: int
+) -> tuple[NDArray[np.int64], NDArray[np.str_]]:
+    """Implement `Part.evaluated` with pieces of a journal, in order: first row, steps and tags.
+
+    Pieces whose steps are all lower may be left out. No piece is read after the step's training was found.
+    """
+    rows, found = [np.zeros(0, np.int64)], [np.zeros(0, np.str_)]
+    for start, steps, tags in pieces:
+        trained = np.flatnonzero((steps >= step) & (tags == DEFAULT_TAG))
+        end = trained[0] if len(trained) else len(steps)
+        mine = np.flatnonzero((steps[:end] == step) & (tags[:end] != DEFAULT_TAG))
+        rows.append(start + mine)
+        found.append(tags[mine])
+        if len(trained):
+            break
+    return np.concatenate(rows), np.concatenate(found)

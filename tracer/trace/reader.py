@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+import inspect
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from copy import copy
+from dataclasses import replace
 from types import TracebackType
-from typing import Any, Final, final
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,16 +19,36 @@ from tracer.format.journal import COLUMNS, Column
 from tracer.messaging.messages import DEFAULT_TAG, Message
 from tracer.messaging.stacks import Stretch
 from tracer.stores.locations import Anywhere, location
-from tracer.trace.attempts import listed
-from tracer.trace.columns import Columns
+from tracer.trace.attempts import PartSpan, ahead, clock_before, listed
+from tracer.trace.columns import Columns, Group
 from tracer.trace.described import Described, Position
 from tracer.trace.header import Fingerprint
 from tracer.trace.merging import Parts
-from tracer.trace.spans import PartSpan, ahead, clock_before
-from tracer.trace.streams import Batch, Selection, Steps, called
+from tracer.trace.streams import Selection, Steps, called
 
 WINDOW_ROWS: Final = 1 << 18
 """The default number of messages of a window."""
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def _by(
+    of: Callable[_P, Selection],
+) -> Callable[[Callable[[TraceReader, Selection], _T]], Callable[Concatenate[TraceReader, _P], _T]]:
+    """Let a method of `TraceReader` take the parameters of `of`, which makes a `Selection` of them."""
+
+    def taking(method: Callable[[TraceReader, Selection], _T]) -> Callable[Concatenate[TraceReader, _P], _T]:
+        @functools.wraps(method)
+        def by_names(self: TraceReader, /, *names: _P.args, **filters: _P.kwargs) -> _T:
+            return method(self, of(*names, **filters))
+
+        both = inspect.signature(method), inspect.signature(of)
+        parameters = [both[0].parameters["self"], *both[1].parameters.values()]
+        by_names.__signature__ = both[0].replace(parameters=parameters)  # type: ignore[attr-defined] # for `help`
+        return by_names
+
+    return taking
 
 
 @final
@@ -83,6 +106,14 @@ class TraceReader(Described):
         except BaseException:
             self.close()
             raise
+
+    @classmethod
+    def of(cls, parts: Parts) -> TraceReader:
+        """A reader of parts that are open already."""
+        reader = object.__new__(cls)
+        reader.path, reader._parts, reader._verify = parts.path, parts, True
+        reader._merge()
+        return reader
 
     def within(self, start: int, stop: int | None) -> TraceReader:
         """A reader of a section of this trace that has all messages of a range of global steps, and few others.
@@ -241,16 +272,8 @@ class TraceReader(Described):
     def __iter__(self) -> Iterator[Message]:
         return self.messages()
 
-    def select(
-        self,
-        kinds: str | Iterable[str] | None = None,
-        modules: str | Iterable[str] | None = None,
-        steps: Steps | None = None,
-        tags: str | Iterable[str] | None = None,
-        streams: Iterable[int] | None = None,
-        where: NDArray[np.bool_] | None = None,
-        ranks: int | Iterable[int] | None = None,
-    ) -> NDArray[np.int64]:
+    @_by(Selection.of)
+    def select(self, selection: Selection) -> NDArray[np.int64]:
         """The rows of the journal whose messages pass all filters, ascending; see `messages`.
 
         Raises
@@ -258,34 +281,11 @@ class TraceReader(Described):
         CaptureError
             If the steps are no range, a stream id is unknown, or the mask has another length than the journal.
         """
-        mask = Selection.of(kinds, modules, steps, tags, ranks).rows(self.journal, self._streams, self._known(streams))
-        if where is not None:
-            if where.shape != mask.shape or where.dtype != np.bool_:
-                raise CaptureError(
-                    f"a mask over this trace is {len(mask)} bools, not {where.dtype} of shape {where.shape}"
-                )
-            mask &= where
-        return np.flatnonzero(mask)
+        selection.check(self.path, len(self._streams))
+        return selection.rows(self.journal, self._streams)
 
-    def _known(self, streams: Iterable[int] | None) -> set[int] | None:
-        """Stream ids as a set, None for all; raises `CaptureError` if an id is unknown."""
-        wanted = None if streams is None else set(streams)
-        if wanted is not None and not wanted <= set(range(len(self._streams))):
-            raise CaptureError(
-                f"{self.path} has the streams 0 to {len(self._streams) - 1}, and not all of {sorted(wanted)}"
-            )
-        return wanted
-
-    def messages(
-        self,
-        kinds: str | Iterable[str] | None = None,
-        modules: str | Iterable[str] | None = None,
-        steps: Steps | None = None,
-        tags: str | Iterable[str] | None = None,
-        streams: Iterable[int] | None = None,
-        where: NDArray[np.bool_] | None = None,
-        ranks: int | Iterable[int] | None = None,
-    ) -> Iterator[Message]:
+    @_by(Selection.of)
+    def messages(self, selection: Selection) -> Iterator[Message]:
         """The messages that pass all filters, in the order in which they were recorded.
 
         Reads only these messages, in blocks of about 8 MiB. The data of a message may be kept and changed: its memory
@@ -316,45 +316,41 @@ class TraceReader(Described):
         TraceCorruptError
             If data that is read is damaged. All messages before it are correct.
         """
-        if where is not None or self._read is not None:
-            chosen = self.select(kinds, modules, steps, tags, streams, where, ranks)
-            return self._rows().blocks.messages(chosen)
-        selection = Selection.of(kinds, modules, steps, tags, ranks)
-        among = self._known(streams)
-        return (
-            message
-            for window in self._holding(steps).windows()
-            for message in window._rows().blocks.messages(
-                np.flatnonzero(selection.rows(window.journal, window._streams, among))
-            )
-        )
+        if selection.where is not None or self._read is not None:
+            blocks = self._columns(selection)
+        else:
+            selection.check(self.path, len(self._streams))
+            windows = self._holding(selection).windows()
+            blocks = itertools.chain.from_iterable(window._columns(selection) for window in windows)
+        return (message for columns in blocks for message in columns.messages())
 
-    def _holding(self, steps: Steps | None) -> TraceReader:
-        """A reader of a section that has all messages of `steps`."""
-        selection = Selection.of(steps=steps)
-        return self if steps is None else self.within(selection.start, selection.stop)
+    def _columns(self, selection: Selection) -> Iterator[Columns]:
+        """The selected messages block by block; the data of a block is dropped before the next is read."""
+        selection.check(self.path, len(self._streams))
+        return self._rows().blocks.columns(selection.rows(self.journal, self._streams))
+
+    def _holding(self, selection: Selection) -> TraceReader:
+        """A reader of a section that has all messages of the selected steps."""
+        whole = selection.start == 0 and selection.stop is None
+        return self if whole else self.within(selection.start, selection.stop)
 
     def stretches(self, where: NDArray[np.bool_]) -> Iterator[Stretch | Iterator[Message]]:
         """The messages of some rows of `journal`, in order, as a replay takes them: small messages as a `Stretch`.
 
         Parameters and errors are those of `messages`. Each yielded iterator must be used up before the next.
         """
-        return self._rows().blocks.stretches(self.select(where=where))
+        blocks = self._rows().blocks
+        for columns in blocks.columns(self.select(where=where)):
+            part: Stretch | Iterator[Message] | None = blocks.stretch(columns)
+            yield columns.messages() if part is None else part
+            del part  # frees the memory for the next block
 
-    def arrays(
-        self,
-        kinds: str | Iterable[str] | None = None,
-        modules: str | Iterable[str] | None = None,
-        steps: Steps | None = None,
-        tags: str | Iterable[str] | None = None,
-        streams: Iterable[int] | None = None,
-        where: NDArray[np.bool_] | None = None,
-        ranks: int | Iterable[int] | None = None,
-    ) -> Iterator[Batch]:
-        """The data of the messages that pass all filters, in batches of one shape; fast for many small messages.
+    @_by(Selection.of)
+    def arrays(self, selection: Selection) -> Iterator[Group]:
+        """The data of the messages that pass all filters, in groups of one shape; fast for many small messages.
 
         Blocks of about 8 MiB come in recorded order; within a block, messages are grouped by how they are stored.
-        `Batch.rows` identifies the messages. Parameters and errors are those of `messages`.
+        `Group.rows` identifies the messages. Parameters and errors are those of `messages`.
 
         Examples
         --------
@@ -370,39 +366,23 @@ class TraceReader(Described):
         ...     print(trace.journal[batch.rows, Column.GLOBAL_STEP], batch.data.sum(axis=1))
         [0 1 2] [0 2 4]
         """
-        return self._rows().blocks.arrays(self.select(kinds, modules, steps, tags, streams, where, ranks))
+        return itertools.chain.from_iterable(columns.arrays() for columns in self._columns(selection))
 
-    def columns(
-        self,
-        kinds: str | Iterable[str] | None = None,
-        modules: str | Iterable[str] | None = None,
-        steps: Steps | None = None,
-        tags: str | Iterable[str] | None = None,
-        streams: Iterable[int] | None = None,
-        where: NDArray[np.bool_] | None = None,
-        ranks: int | Iterable[int] | None = None,
-    ) -> Iterator[Columns]:
+    @_by(Selection.of)
+    def columns(self, selection: Selection) -> Iterator[Columns]:
         """The messages that pass all filters, in order, as columns for `TraceWriter.write_columns`.
 
         Data is in its storage dtype. Parameters and errors are those of `messages`.
         """
-        return self._rows().blocks.columns(self.select(kinds, modules, steps, tags, streams, where, ranks))
+        return (replace(columns, data=[*columns.data]) for columns in self._columns(selection))
 
-    def values(
-        self,
-        kinds: str | Iterable[str] | None = None,
-        modules: str | Iterable[str] | None = None,
-        steps: Steps | None = None,
-        tags: str | Iterable[str] | None = None,
-        streams: Iterable[int] | None = None,
-        where: NDArray[np.bool_] | None = None,
-        ranks: int | Iterable[int] | None = None,
-    ) -> Iterator[tuple[int, NDArray[Any] | None]]:
+    @_by(Selection.of)
+    def values(self, selection: Selection) -> Iterator[tuple[int, NDArray[Any] | None]]:
         """The messages that pass all filters, in order, without torch: the number of the journal row, and the data.
 
-        Data is as in `Batch`; None for events. Parameters and errors are those of `messages`.
+        Data is as in `Group`; None for events. Parameters and errors are those of `messages`.
         """
-        return self._rows().blocks.values(self.select(kinds, modules, steps, tags, streams, where, ranks))
+        return itertools.chain.from_iterable(columns.values() for columns in self._columns(selection))
 
     def fingerprint(self) -> Fingerprint:
         """An empty digest, to which rows of the `journal` of this reader or of its windows can be added.
@@ -476,8 +456,9 @@ class TraceReader(Described):
         found = called(self.path, streams, kind, module, tag, leaf, rank)
         if all(streams[number].dtype is None for number in found):
             raise CaptureError(f"{self.path}: {kind} messages are events, and carry no data")
-        reader = self._holding(steps)
-        selected = reader.select(steps=steps, streams=found)
+        selection = Selection.of(steps=steps, streams=found)
+        reader = self._holding(selection)
+        selected = selection.rows(reader.journal, reader._streams)
         if call is not None:
             selected = selected[reader.journal[selected, Column.CALL] == call]
         rows, data = reader._rows().blocks.together(selected)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Final, final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +33,6 @@ PIECE_ROWS: Final = 1 << 18
 """Rows that are read, summarized or verified at once, at most."""
 
 
-@final
 class Rows:
     """The journal of a part, as far as it was committed when the part was last read.
 

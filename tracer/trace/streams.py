@@ -1,9 +1,9 @@
-"""What a trace holds of a stream (`StreamInfo`), data of many messages (`Batch`), which are read (`Selection`)."""
+"""What a trace holds of a stream (`StreamInfo`), and which of its messages are read (`Selection`)."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,10 @@ class Selection:
         The range of the global step; a stop of None is an open end.
     ranks : frozenset of int or None
         Streams pass that one of these ranks recorded, or that another rank recorded for it.
+    ids : frozenset of int or None
+        The ids of the streams.
+    where : numpy.ndarray of bool or None
+        A mask over the rows of the journal.
 
     Examples
     --------
@@ -48,6 +52,8 @@ class Selection:
     stop: int | None = None
     stride: int = 1
     ranks: frozenset[int] | None = None
+    ids: frozenset[int] | None = field(default=None, repr=False)
+    where: NDArray[np.bool_] | None = field(default=None, repr=False, compare=False)
 
     @classmethod
     def of(
@@ -56,6 +62,8 @@ class Selection:
         modules: str | Iterable[str] | None = None,
         steps: Steps | None = None,
         tags: str | Iterable[str] | None = None,
+        streams: Iterable[int] | None = None,
+        where: NDArray[np.bool_] | None = None,
         ranks: int | Iterable[int] | None = None,
     ) -> Selection:
         """Make a selection from the parameters of `TraceReader.messages`.
@@ -67,22 +75,34 @@ class Selection:
         """
         start, stop, stride = _range(steps)
         of_ranks = None if ranks is None else frozenset([ranks] if isinstance(ranks, int) else ranks)
-        return cls(_names(kinds), _names(modules), _names(tags), start, stop, stride, of_ranks)
+        ids = None if streams is None else frozenset(streams)
+        return cls(_names(kinds), _names(modules), _names(tags), start, stop, stride, of_ranks, ids, where)
 
     def streams(self, streams: Sequence[Stream]) -> list[int]:
         """The numbers of the streams whose messages pass in some step."""
         return [
             number
             for number, stream in enumerate(streams)
-            if (self.ranks is None or is_of(stream, self.ranks)) and passes(stream, self.kinds, self.modules, self.tags)
+            if (self.ids is None or number in self.ids)
+            and (self.ranks is None or is_of(stream, self.ranks))
+            and passes(stream, self.kinds, self.modules, self.tags)
         ]
 
-    def rows(
-        self, journal: NDArray[np.int64], streams: Sequence[Stream], among: Collection[int] | None = None
-    ) -> NDArray[np.bool_]:
-        """Which rows of a journal pass and have a stream number in `among`; None: any stream."""
+    def check(self, path: Location, streams: int) -> None:
+        """Raise `CaptureError` if a stream id is unknown in a trace of so many streams."""
+        if self.ids is not None and not self.ids <= set(range(streams)):
+            raise CaptureError(f"{path} has the streams 0 to {streams - 1}, and not all of {sorted(self.ids)}")
+
+    def rows(self, journal: NDArray[np.int64], streams: Sequence[Stream]) -> NDArray[np.int64]:
+        """The rows of a journal that pass, ascending.
+
+        Raises
+        ------
+        CaptureError
+            If the mask has another length than the journal.
+        """
         chosen = np.zeros(max(1, len(streams)), np.bool_)
-        chosen[[number for number in self.streams(streams) if among is None or number in among]] = True
+        chosen[self.streams(streams)] = True
         mask: NDArray[np.bool_] = chosen[journal[:, Column.STREAM]]
         step = journal[:, Column.GLOBAL_STEP]
         if self.start > 0:
@@ -91,7 +111,12 @@ class Selection:
             mask &= step < self.stop
         if self.stride > 1:
             mask &= (step - self.start) % self.stride == 0
-        return mask
+        if self.where is not None:
+            if self.where.shape != mask.shape or self.where.dtype != np.bool_:
+                has = f"not {self.where.dtype} of shape {self.where.shape}"
+                raise CaptureError(f"a mask over this trace is {len(mask)} bools, {has}")
+            mask &= self.where
+        return np.flatnonzero(mask)
 
 
 def holders(stream: Stream) -> tuple[int, ...]:
@@ -178,22 +203,6 @@ class StreamInfo:
 
     def __str__(self) -> str:
         return stream_name(self.kind, self.module, self.tag, self.leaf)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Batch:
-    """The data of some messages of one shape, as `TraceReader.arrays` gives it.
-
-    Attributes
-    ----------
-    rows : numpy.ndarray of int64, (n,)
-        The rows of the messages in `TraceReader.journal`, which holds their streams, steps and so on.
-    data : numpy.ndarray (n, ...)
-        Types that numpy lacks (bfloat16, 8-bit floats) come as float32, which represents them exactly.
-    """
-
-    rows: NDArray[np.int64]
-    data: NDArray[Any]
 
 
 def described(

@@ -13,11 +13,11 @@ from tracer.messaging.messages import Message
 from tracer.stores.locations import Anywhere, Url, location
 from tracer.stores.opening import create_store, refuse_part, remove_part
 from tracer.trace.claiming import WRITERS, check_ours, refuse_here
-from tracer.trace.columns import FEW, ColumnPacking, Columns
+from tracer.trace.columns import Columns
 from tracer.trace.commits import Commits, Due
 from tracer.trace.compression import Compression
 from tracer.trace.header import complete, now, public
-from tracer.trace.packing import Packing
+from tracer.trace.packing import FEW, Packing
 from tracer.trace.pools import Pools
 
 REMOTE_COMMIT_BYTES: Final = 64 << 20
@@ -139,7 +139,6 @@ class TraceWriter:
         self._due = Due(commit_bytes, commit_rows, commit_seconds, commit_steps)
         self._pools = Pools(self._commits, codecs, chunk_bytes, own_pool_bytes)
         self._packing = Packing(self._commits, self._pools, self._due)
-        self._columns = ColumnPacking(self._commits, self._pools, self._due)
         WRITERS.add(self)
         try:
             with self._commits:
@@ -242,7 +241,7 @@ class TraceWriter:
             return
         begin = 0
         while begin < len(columns):
-            begin = self._columns.write(columns, begin)
+            begin = self._packing.write_columns(columns, begin)
             if self._due.is_now(self._commits):
                 self.commit()
 

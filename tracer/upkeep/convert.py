@@ -102,7 +102,7 @@ def convert(
     """
     src, dst = location(src), location(dst)
     codecs = Compression(compression)
-    selection = Selection.of(kinds, modules, steps, tags, ranks)
+    selection = Selection.of(kinds, modules, steps, tags, ranks=ranks)
     asked = None if selection.ranks is None else sorted(selection.ranks)
     filters: dict[str, Any] = {
         "kinds": selection.kinds,

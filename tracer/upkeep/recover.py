@@ -12,20 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracer.errors import TraceCorruptError, TraceError, TraceLostError
-from tracer.format.journal import Column
-from tracer.format.tables import Stream
+from tracer.messaging.messages import LARGEST
 from tracer.stores.locations import Anywhere, Location, location
 from tracer.trace.attempts import worst
-from tracer.trace.columns import grouped
+from tracer.trace.columns import Columns
 from tracer.trace.reader import TraceReader
-from tracer.trace.writer import TraceWriter
 from tracer.upkeep.convert import check_paths, new_trace, single
-from tracer.upkeep.ordering import Ordering
-from tracer.upkeep.survey import UNKNOWN, Survey
-from tracer.upkeep.survey_check import tell_damage
-from tracer.upkeep.survey_chunks import Problem
-from tracer.upkeep.survey_data import SurveyedColumns
-from tracer.upkeep.survey_journal import Window
+from tracer.upkeep.damage import UNKNOWN, Problem
+from tracer.upkeep.survey import Survey
+from tracer.upkeep.survey_data import readable, saved
 from tracer.upkeep.verify import survey
 
 
@@ -152,7 +147,8 @@ def recover(
             ) from error
         last = max(one.attempt for one in surveys)
         status = worst([one.status for one in surveys if one.attempt == last])
-        ordering = Ordering(surveys)
+        reader, lost = readable(surveys)
+        tally = _SavedTally(reader, surveys)
         header = next((one.header for one in reversed(surveys) if one.header), None) or {
             name: value for name in ("run_id", "created") if isinstance(value := surveys[0].attributes.get(name), str)
         }
@@ -160,12 +156,18 @@ def recover(
             for note in (note for one in surveys for note in one.tables.notes):
                 writer.note(note)
             if last:  # there are several attempts, between which there may be holes
-                with contextlib.suppress(TraceError), TraceReader(src) as reader:
-                    for note in (hole.note() for hole in reader.holes):
-                        if note not in reader.notes:
+                with contextlib.suppress(TraceError), TraceReader(src) as plain:
+                    for note in (hole.note() for hole in plain.holes):
+                        if note not in plain.notes:
                             writer.note(note)
-            tallies = _save(surveys, ordering, writer, progress)
-            loss = _loss(src, dst, surveys, elsewhere, ordering, tallies, status)
+            for columns in (columns for window in reader.windows() for columns in window.columns()):
+                if progress is not None:
+                    progress(tally.done, len(reader))
+                there = saved(columns)
+                writer.write_columns(columns.only(there))
+                tally.add(columns, there)
+            lost.tell()
+            loss = _loss(src, dst, surveys, elsewhere, tally, status)
             if loss.path is None:
                 why = loss.problems[0] if loss.problems else "it is damaged"
                 raise TraceLostError(f"nothing could be saved of {src}: {why}", loss)
@@ -180,42 +182,17 @@ def recover(
         return loss
 
 
-def _save(
-    surveys: Sequence[Survey],
-    ordering: Ordering,
-    writer: TraceWriter,
-    progress: Callable[[int, int], None] | None,
-) -> list[_SavedTally]:
-    """Write all readable messages in order; returns a tally for each survey."""
-    tallies = [_SavedTally(one) for one in surveys]
-    source = SurveyedColumns(surveys)
-    done = 0
-    for batch in ordering.batches():
-        for begin, end, columns, there in source.of(batch):
-            if progress is not None:
-                progress(done, ordering.total)
-            writer.write_columns(columns)
-            for number, mine in grouped(batch.surveys[begin:end]):
-                tallies[number].add(batch.windows[number], batch.places[begin:end][mine], there[mine])
-            done += end - begin
-    # report damage that was found only while messages were read
-    for one in surveys:
-        tell_damage(one)
-    return tallies
-
-
 def _loss(
     src: Location,
     dst: Location,
     surveys: Sequence[Survey],
     elsewhere: Sequence[Problem],
-    ordering: Ordering,
-    tallies: Sequence[_SavedTally],
+    tally: _SavedTally,
     status: str,
 ) -> Recovered:
-    """Summarize the tallies and problems."""
-    total = ordering.total + sum(one.journal.absent for one in surveys)
-    kept = sum(tally.saved for tally in tallies)
+    """Summarize the tally and the problems."""
+    total = tally.done + sum(one.rows.absent for one in surveys)
+    kept = int(tally.saved.sum())
     # parts of another run are not part of the trace, so they do not count as lost
     whole = all(problem.check == "foreign" for problem in elsewhere)
     lossless = whole and all(one.told_all for one in surveys) and kept == total
@@ -229,55 +206,53 @@ def _loss(
         lost=total - kept,
         header=any(one.header for one in surveys),
         notes=sum(len(one.tables.notes) for one in surveys),
-        streams=[stream for tally in tallies for stream in tally.lost()],
+        streams=tally.streams(),
         problems=[str(problem) for problem in found],
         lossless=lossless,
     )
 
 
 class _SavedTally:
-    """Counts the saved and lost messages of a survey."""
+    """Counts the saved and the lost messages of each stream."""
 
-    def __init__(self, survey: Survey) -> None:
-        self._survey = survey
-        self.saved = 0
-        # by stream, -1 if unknown: the number of saved messages; the number, first and last step of lost ones
-        self._saved: dict[int, int] = {}
-        self._lost: dict[int, tuple[int, int, int]] = {}
+    def __init__(self, reader: TraceReader, surveys: Sequence[Survey]) -> None:
+        self._absent = dict.fromkeys((one.rank for one in surveys), 0)
+        for one in surveys:
+            self._absent[one.rank] += one.rows.absent
+        self._streams = reader.streams
+        self.done = 0
+        """The number of messages so far."""
+        self.saved = np.zeros(len(self._streams), np.int64)
+        """By stream, the number of saved messages."""
+        self._lost = np.zeros(len(self._streams), np.int64)
+        self._low, self._high = np.full(len(self._streams), LARGEST), np.zeros(len(self._streams), np.int64)
 
-    def add(self, window: Window, places: NDArray[np.int64], saved: NDArray[np.bool_]) -> None:
-        """Count messages of a window."""
-        rows = window.journal[places]
-        # the stream of a row that contradicts the declarations may be wrong
-        streams = np.where(window.sound[places], rows[:, Column.STREAM], -1)
-        self.saved += int(saved.sum())
-        for number, count in zip(*(one.tolist() for one in np.unique(streams[saved], return_counts=True)), strict=True):
-            self._saved[number] = self._saved.get(number, 0) + count
-        lost = np.flatnonzero(~saved)
-        for number, mine in grouped(streams[lost]):
-            steps = rows[lost[mine], Column.GLOBAL_STEP]
-            before, low, high = self._lost.get(number, (0, int(steps[0]), int(steps[0])))
-            self._lost[number] = before + len(steps), min(low, int(steps.min())), max(high, int(steps.max()))
+    def add(self, columns: Columns, saved: NDArray[np.bool_]) -> None:
+        """Count messages."""
+        self.done += len(columns)
+        np.add.at(self.saved, columns.numbers[saved], 1)
+        lost, steps = columns.numbers[~saved], columns.counters[~saved, 0]
+        np.add.at(self._lost, lost, 1)
+        np.minimum.at(self._low, lost, steps)
+        np.maximum.at(self._high, lost, steps)
 
-    def lost(self) -> list[LostStream]:
-        """The streams of the lost messages."""
-        unknown = Stream(UNKNOWN, False, None, "", "", None, None, self._survey.rank)
-        absent = self._survey.journal.absent
-        without_rows = [(-1, (absent, 0, 0))] if absent else []
+    def streams(self) -> list[LostStream]:
+        """The streams of the lost messages; first those whose stream is not known."""
         found = []
-        for number, (lost, low, high) in [*without_rows, *sorted(self._lost.items())]:
-            known = self._survey.streams.get(number)
-            stream = known or unknown
-            found.append(
-                LostStream(
-                    kind=stream.kind,
-                    module=stream.module,
-                    tag=stream.tag,
-                    leaf=stream.leaf,
-                    rank=stream.rank,
-                    saved=self._saved.get(number, 0),
-                    lost=lost,
-                    steps=None if known is None else (low, high),
+        for stream in sorted(self._streams, key=lambda one: one.kind != UNKNOWN):
+            known = stream.kind != UNKNOWN
+            lost = int(self._lost[stream.id]) + (0 if known else self._absent[stream.rank])
+            if lost:
+                found.append(
+                    LostStream(
+                        kind=stream.kind,
+                        module=stream.module,
+                        tag=stream.tag if known else "",
+                        leaf=stream.leaf,
+                        rank=stream.rank,
+                        saved=int(self.saved[stream.id]),
+                        lost=lost,
+                        steps=(int(self._low[stream.id]), int(self._high[stream.id])) if known else None,
+                    )
                 )
-            )
         return found

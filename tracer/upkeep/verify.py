@@ -1,8 +1,8 @@
 """`verify`: checks every chunk, checksum, declaration and journal row of a trace, and reports problems.
 
-Each part is read by a `Survey` of its own, in windows of its journal, so that damage to one part does not hide the
-others; `tracer.recover` reads the same way. `tracer.trace.reader` refuses a trace with damaged tables instead, so that
-no replay is silently wrong.
+Each part is a `Survey`, which a reader reads on past damage, so that damage to one part does not hide the others;
+`tracer.recover` reads the same way. Every other reader refuses damaged tables and data, so that no replay is silently
+wrong.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from tracer.errors import TraceError, TraceUnreadableError
+from tracer.messaging.messages import LARGEST
 from tracer.stores.locations import Anywhere, Location, location, part_in
 from tracer.stores.opening import STORES, open_parts
 from tracer.trace.attempts import foreign_parts, missing, restarted, worst
 from tracer.trace.holes import sentences
 from tracer.trace.reader import TraceReader
+from tracer.upkeep.damage import CHECKS, Problem
 from tracer.upkeep.survey import Survey
-from tracer.upkeep.survey_check import check_all
-from tracer.upkeep.survey_chunks import CACHE_BYTES, CHECKS, Problem
+from tracer.upkeep.survey_data import readable, saved
 
 TRIES: Final = 3
 """The most attempts to verify a trace that shows problems while it is still being written."""
@@ -147,7 +148,7 @@ def survey(path: Anywhere) -> Iterator[tuple[list[Survey], list[Problem]]]:
         surveys = sorted(_begun(surveys), key=lambda one: (one.attempt, one.rank))
         there = [*(name for name, _ in parts if name not in foreign), *map(part_in, broken)]
         for one in surveys:
-            one.chunks.kept = CACHE_BYTES // len(surveys)
+            one.begins = first_step_of(one, surveys)
         gone = missing(path, there, [one.header for one in surveys])
         elsewhere += [Problem(check="part", what=sentence) for sentence in gone]
         yield surveys, elsewhere
@@ -165,9 +166,27 @@ def _begun(surveys: list[Survey]) -> list[Survey]:
     return [one for one in surveys if not (one.empty and one.attempt < again.get(one.rank, 0))]
 
 
+def first_step_of(survey: Survey, surveys: list[Survey]) -> int | None:
+    """The first step of an attempt whose header is lost: from other ranks' headers, else from its messages."""
+    if survey.header:
+        return None
+    told = [one.first_step for one in surveys if one.attempt == survey.attempt and one.header]
+    first = survey.first_trained
+    return min(told) if told else LARGEST if first is None else first
+
+
+def _check_all(survey: Survey) -> int:
+    """Read everything and collect all problems; returns how many messages cannot be read."""
+    reader, lost = readable([survey])
+    good = sum(int(saved(columns).sum()) for window in reader.windows() for columns in window.columns())
+    survey.read_rest()
+    lost.tell()
+    return survey.rows.length - good
+
+
 def _report(path: Location, surveys: list[Survey], elsewhere: list[Problem]) -> Report:
     """Check everything and make the report."""
-    damaged = sum(check_all(one) for one in surveys)
+    damaged = sum(_check_all(one) for one in surveys)
     # without duplicates, because each part reports the problems of the root
     problems = list(dict.fromkeys([*elsewhere, *(problem for one in surveys for problem in one.problems)]))
     holes: list[str] = []
@@ -184,12 +203,12 @@ def _report(path: Location, surveys: list[Survey], elsewhere: list[Problem]) -> 
         path=str(path),
         store=STORES[path.suffix.lower()],
         status=worst([one.status for one in surveys if one.attempt == last]),
-        messages=sum(one.messages for one in surveys),
-        damaged=damaged + sum(one.journal.absent for one in surveys),
+        messages=sum(one.messages + one.rows.absent for one in surveys),
+        damaged=damaged + sum(one.rows.absent for one in surveys),
         arrays=sum(array is not None for one in surveys for array in one.chunks.arrays.values()),
-        chunks=sum(one.checked for one in surveys),
+        chunks=sum(one.chunks.checked for one in surveys),
         bytes=sum(one.chunks.bytes for one in surveys),
-        declarations=sum(one.read.declarations for one in surveys),
+        declarations=sum(one.declarations for one in surveys),
         problems=problems,
         holes=holes,
     )
