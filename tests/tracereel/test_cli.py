@@ -221,6 +221,7 @@ def test_a_closed_pipe_changes_no_verdict(trace: Path, tmp_path: Path) -> None:
     (damaged / "rank0" / "journal" / "c" / "0" / "0").write_bytes(b"")
     for code, *command in (
         (3, "verify", damaged),
+        (1, "recover", damaged, tmp_path / "saved.zarr"),
         (4, "info", trace, damaged),
         (4, "check", trace, damaged),
         (2, "replay", trace, "-s", "norm:kind=nothing", "--plan"),
