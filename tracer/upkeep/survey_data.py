@@ -163,7 +163,7 @@ class SurveyedData(Data):
         mine = rows[one.places]
         lost = array.touching(mine, GONE) | (array.touching(mine, DAMAGED) & (mine[:, Column.CRC32C] == NONE))
         if lost.any():
-            self._lose(mine[lost])
+            self._lose(rows[np.sort(one.places[lost])])  # in the order of the journal
         groups: list[Group] = []
         for part in self._ranges(rows, one.pool, one.places[~lost]) if not lost.all() else ():
             groups += self._as_it_stands(rows, part, array)

@@ -120,7 +120,7 @@ def _check_root(place: Files, *, damaged: bool) -> None:
     names = [] if web else place.paths()
     if damaged and any(name.startswith("rank") for name in names):
         return
-    if any(PART.fullmatch(name.partition("/")[0]) for name in names):
+    if any(name.endswith("/zarr.json") and PART.fullmatch(name.partition("/")[0]) for name in names):
         why = "the zarr.json of the root is not that of a group, but there are parts of a trace"
         raise TraceCorruptError(f"{place.location}: {why}")
     raise TraceFormatError(f"{place.location} is not a Zarr group of format 3: it has no zarr.json that says so")
