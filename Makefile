@@ -37,10 +37,11 @@ test-slow: $(INSTALLED) ## what takes minutes: a hundred kills of each format, m
 	TRACEREEL_FUZZ_CASES=1000 $(BIN)/python -m pytest -n $(JOBS) tests/trace/test_hostile.py -k random
 	$(MAKE) test-oldest
 
-test-oldest: $(INSTALLED) ## the tests of traces, with the oldest versions that pyproject.toml allows
+test-oldest: $(INSTALLED) ## the tests of traces and commands, with the oldest versions that pyproject.toml allows
 	$(BIN)/python -m pip install --quiet --no-compile --upgrade --target $(OLDEST) -r constraints-oldest.txt
 	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest -n $(JOBS) tests/format tests/stores tests/upkeep \
-	  tests/trace/test_writer_reader.py tests/trace/test_compression.py tests/trace/test_sample_traces.py
+	  tests/trace/test_writer_reader.py tests/trace/test_compression.py tests/trace/test_sample_traces.py \
+	  tests/tracereel/test_cli.py tests/tracereel/test_cli_keeping.py tests/tracereel/test_cli_showing.py
 
 lint: $(INSTALLED) ## style and types
 	$(BIN)/ruff check .

@@ -25,7 +25,7 @@ StepRange = tuple[int, int | None, int]
 # -- types of values ----------------------------------------------------------------------------------------------
 
 
-class StepsOption(click.ParamType[Any]):
+class StepsOption(click.ParamType):  # type: ignore[type-arg] # earlier ones are not generic
     """``A:B``, ``A:B:C``, ``A:``, ``:B`` or ``A``: start inclusive, stop exclusive, stride."""
 
     name = "A:B[:C]"
@@ -54,7 +54,7 @@ class StepsOption(click.ParamType[Any]):
         return (start, stop, stride)
 
 
-class Number(click.ParamType[Any]):
+class Number(click.ParamType):  # type: ignore[type-arg] # earlier ones are not generic
     """A number with a unit, such as ``256MiB`` or ``3%``, parsed by a given function."""
 
     def __init__(self, name: str, read: Callable[[Any], float]) -> None:
