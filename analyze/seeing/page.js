@@ -625,8 +625,8 @@
   }
   linkTable();
   function wait() {
-    const first = window.Bokeh.documents[0]; // empty, and so idle, until a server has sent its pictures
-    if (first && first.roots().length && first.is_idle) begin();
+    const there = window.Bokeh && window.Bokeh.documents.length && window.Bokeh.documents[0].is_idle;
+    if (there) begin();
     else window.setTimeout(wait, 10);
   }
   if (window.Bokeh) wait();

@@ -82,7 +82,8 @@ class Session:
             pictures = [] if one.picture is None else [one.picture]
             self.places[name] = column(*pictures, name=f"{name}-place", sizing_mode="stretch_width")
             document.add_root(self.places[name])
-        self.places["loss"].tags = [self.link]  # as a root, the link would need an element in the page
+        # as roots, they would need elements in the page; a run that has just begun has no picture with the steps
+        self.places["loss"].tags = [self.link, self.steps]
         self.link.state = json.dumps(self.state())
         document.template = Template("{{ page(docs[0]) }}")
         document.template_variables["page"] = self.html

@@ -159,14 +159,16 @@ def test_a_run_is_followed(browser: Any, tmp_path: Path) -> None:
     made = messages(names, 120, spike=("first", 90))
     path = tmp_path / "run.zarr"
     with TraceWriter(path) as writer:
+        writer.commit()
+        served = Served(path)
+        page = Opened(browser, served.address)  # before there is anything to draw
+        page.wait("document.getElementById('state').textContent.includes('Waits for the run')")
         for message in made:
             if message.global_step < 40:
                 writer.write(message)
         writer.commit()
-        served = Served(path)
-        page = Opened(browser, served.address)
-        page.wait("document.getElementById('state').textContent.includes('Follows the run')")
         page.wait("document.getElementById('to').value === '39'")
+        page.wait("document.getElementById('state').textContent.includes('Follows the run')")
         page.page.check('input[name="heat-mode"][value="value"]')
         page.page.click("#select-none")
         for message in made:
