@@ -14,14 +14,15 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import tracer
-from analyze.asking import analyze
 from analyze.metrics.accuracy import TestAccuracy
 from analyze.metrics.lengths import Ratio
 from analyze.metrics.similarity.correlations import SVCCA
 from analyze.metrics.spectral_norm import SpectralNorm
 from analyze.seeing.report import report
 from analyze.tables.layout import TextTable
+from analyze.tables.results import Results
 from tracer.errors import TracerError
+from tracer.messaging.receiver import Collect
 
 TRAINED_ON = 1437
 PROBE_EVERY = 10
@@ -89,16 +90,22 @@ def run(
 
     say("Replaying the trace through four metrics, without the model and without the images ...")
     began = time.perf_counter()
-    results = analyze(trace, [SpectralNorm("weights"), SVCCA(tag="probe"), Ratio(), TestAccuracy()])
-    say(f"  {len(results)} answers in {time.perf_counter() - began:.1f} s")
-    shown.tables.append(("What the replay says", results.to_table()))
-    results.plot(plot, overwrite=True)
+    heard = Collect("*_spectral_norm", "*_svcca", "*_ratio", "test_accuracy")  # without residuals and the like
+    tracer.replay(trace, SpectralNorm("weights"), SVCCA(tag="probe"), Ratio(), TestAccuracy(), heard)
+    say(f"  {len(heard)} answers in {time.perf_counter() - began:.1f} s")
+    answers, drawn = Results(), Results()
+    for message in heard:
+        answers.add(message)
+        if message.kind.endswith(("_spectral_norm", "_svcca")):
+            drawn.add(message)
+    shown.tables.append(("What the replay says", answers.to_table()))
+    drawn.plot(plot, overwrite=True)
 
     say("Looking for what went wrong, and writing a report ...")
     began = time.perf_counter()
     found = report(trace, page, metrics=[SVCCA(tag="probe"), TestAccuracy()], overwrite=overwrite)
     say(f"  {found.checked.verdict}, in {time.perf_counter() - began:.1f} s")
-    shown.files.extend([(trace, "the trace"), (plot, "the answers over the steps")])
+    shown.files.extend([(trace, "the trace"), (plot, "two of the metrics over the steps")])
     shown.files.append((page, "the report: open it in a browser"))
     shown.commands.extend(
         [
