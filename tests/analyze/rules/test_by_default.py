@@ -15,7 +15,9 @@ from torch.nn import functional as F
 import tracer
 from analyze.rules.finding import Finding
 from analyze.seeing.check import check
-from tests.analyze.rules.test_rules import FLAT, at, falling, noise, with_labels
+from tests.analyze.rules.test_rules import FLAT, at, falling, findings, noise, with_labels
+from tracer.messaging.messages import Message
+from tracer.numbers.statistics import ENTRIES, statistics_of
 
 Step = Callable[[int, nn.Module, torch.optim.Optimizer, Tensor, Tensor], None]
 Made = Callable[[], nn.Module]
@@ -29,6 +31,7 @@ def found_in(
     optimizer: Any = None,
     *,
     steps: int = 20,
+    inputs: Callable[[int], Any] | None = None,
 ) -> list[Finding]:
     """What a rule finds in a training that is recorded with no options: 20 batches of 16 datapoints, 3 classes."""
     torch.manual_seed(3)
@@ -36,7 +39,7 @@ def found_in(
     chosen = torch.optim.SGD(model.parameters(), lr=0.05) if optimizer is None else optimizer
     with tracer.record(folder / "run.zarr", model, chosen, capture="standard", loss=F.cross_entropy):
         for number in range(steps):
-            x = torch.randn(16, 6, generator=draw)
+            x = torch.randn(16, 6, generator=draw) if inputs is None else inputs(number)
             y = torch.randint(0, 3, (16,), generator=draw)
             step(number, model, chosen, x, y)
     found = check(folder / "run.zarr", rule)
@@ -143,13 +146,8 @@ def test_gradients_that_nothing_sets_to_zero(make: Made, step: Step, tmp_path: P
     assert found.steps == 19
 
 
-GRID = list(itertools.product((network, images, deep), (plain, micro_batches, in_place, clipped, repeated)))
-CHOSEN = {network: (plain, micro_batches, in_place), images: (clipped,), deep: (clipped, repeated)}
-
-
-@pytest.mark.parametrize(
-    ("make", "step"), [pytest.param(*one, marks=() if one[1] in CHOSEN[one[0]] else pytest.mark.slow) for one in GRID]
-)
+@pytest.mark.parametrize("make", [network, images, deep])
+@pytest.mark.parametrize("step", [plain, micro_batches, in_place, clipped, repeated])
 def test_gradients_that_are_set_to_zero(make: Made, step: Step, tmp_path: Path) -> None:
     """Micro-batches of one step, momentum and clipping are no accumulation."""
     model = make()
@@ -298,15 +296,8 @@ def test_weights_that_are_clamped_at_each_step_are_a_note(tmp_path: Path) -> Non
     assert {str(one.severity) for one in found} == {"note"}
 
 
-OPTIMIZERS = itertools.product(
-    ("Adam", "SGD", "AdamW", "RMSprop", "Adagrad"), (torch.float32, torch.bfloat16, torch.float64)
-)
-
-
-@pytest.mark.parametrize(
-    ("kind", "dtype"),
-    [pytest.param(*one, marks=() if "Adam" in one or torch.float32 in one else pytest.mark.slow) for one in OPTIMIZERS],
-)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW", "RMSprop", "Adagrad"])
 def test_weights_that_only_the_optimizer_changes(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """Whatever the precision, and however large the steps; 200,000 numbers are summed in parts."""
     torch.manual_seed(0)
@@ -314,6 +305,125 @@ def test_weights_that_only_the_optimizer_changes(kind: str, dtype: torch.dtype, 
     optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.02)
     step = writing(lambda *_: None)
     assert found_in(tmp_path, "changed_between_steps", model, step, optimizer, steps=10) == []
+
+
+# -- saturation, dead units, inputs, and the first loss -----------------------------------------------------------
+
+
+def scaled(factor: float, nonlinearity: type[nn.Module]) -> nn.Sequential:
+    """A network whose first layer's weights are too large by a factor."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 64), nonlinearity(), nn.Linear(64, 3))
+    with torch.no_grad():
+        model[0].weight.mul_(factor)  # type: ignore[operator,union-attr]
+    return model
+
+
+@pytest.mark.parametrize("nonlinearity", [nn.Tanh, nn.Sigmoid])
+def test_weights_that_saturate(nonlinearity: type[nn.Module], tmp_path: Path) -> None:
+    """From the first step on; at the usual scale, and three times it, nothing is said."""
+    (found,) = found_in(tmp_path / "large", "saturated_activations", scaled(60, nonlinearity), plain)
+    assert (found.module, found.first, str(found.severity)) == ("1", 0, "warning")
+    assert 0.9 < found.value <= 1
+    for factor in (1.0, 3.0):
+        folder = tmp_path / f"{factor}"
+        assert found_in(folder, "saturated_activations", scaled(factor, nonlinearity), plain) == []
+
+
+def test_the_mean_derivative_is_that_of_the_outputs() -> None:
+    """The finding's value, against the outputs themselves: what the mean derivative lacks to its largest value."""
+    for name, function, largest in (("Tanh", torch.tanh, 1.0), ("Sigmoid", torch.sigmoid, 0.25)):
+        x = 40 * torch.randn(50, 40, generator=torch.Generator().manual_seed(0)).double()
+        y = function(x.requires_grad_())
+        (slope,) = torch.autograd.grad(y.sum(), x)
+        messages = [statistics_at(step, "activations", y.detach(), "a") for step in range(6)]
+        (found,) = findings(
+            "saturated_activations", messages, {"modules": [{"name": "a", "class": f"torch.nn.{name}"}]}
+        )
+        assert found.value == pytest.approx(1 - float(slope.mean()) / largest)
+        assert float((slope < largest / 5).double().mean()) >= 0.5
+
+
+def statistics_at(step: int, kind: str, data: Tensor, module: str | None = None, **more: Any) -> Message:
+    """A message with the statistics of data, as a recording by default has them."""
+    told = {"reduce": "statistics", "entries": list(ENTRIES), "axes": data.ndim, "floating": data.is_floating_point()}
+    return at(step, kind, statistics_of(data), module, sampling=told, **more)
+
+
+def test_outputs_that_may_be_at_their_ends() -> None:
+    """A gate that is shut on purpose, and the output of the network."""
+    model = {"modules": [{"name": "a", "class": "torch.nn.Sigmoid"}]}
+    shut = torch.sigmoid(-9 + torch.randn(50, 40, generator=torch.Generator().manual_seed(0)))
+    gate = [statistics_at(step, "activations", shut, "a") for step in range(9)]
+    assert findings("saturated_activations", gate, model) == []
+    sure = torch.sigmoid(60 * torch.randn(50, 1, generator=torch.Generator().manual_seed(0)))
+    last = [
+        message
+        for step in range(9)
+        for message in (
+            statistics_at(step, "activations", sure, "a"),
+            statistics_at(step, "network_output", sure.reshape(-1)),
+        )
+    ]
+    assert findings("saturated_activations", last, model) == []
+    assert len(findings("saturated_activations", last[::2], model)) == 1
+
+
+@pytest.mark.parametrize(("bias", "dead"), [(-30.0, True), (-0.5, False), (0.0, False)])
+def test_a_bias_that_kills_a_layer(bias: float, dead: bool, tmp_path: Path) -> None:
+    """All numbers of a ReLU are zero at each step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 3))
+    nn.init.constant_(model[0].bias, bias)  # type: ignore[arg-type]
+    found = found_in(tmp_path, "dead_units", model, plain)
+    assert [(one.module, one.first) for one in found] == ([("1", 0)] if dead else [])
+
+
+class Stateful(nn.Module):
+    """A network that gets a state beside its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.GRUCell(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, state: Tensor) -> Tensor:
+        found: Tensor = self.head(self.cell(x, state))
+        return found
+
+
+def with_state(_: int, model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
+    """The state begins at zero in each step."""
+    optimizer.zero_grad()
+    F.cross_entropy(model(x, torch.zeros(16, 8)), y).backward()
+    optimizer.step()
+
+
+def test_inputs_of_zeros(tmp_path: Path) -> None:
+    """All inputs of a step are zero; a state of zeros beside an input is usual."""
+    (found,) = found_in(
+        tmp_path / "zero", "input_not_normalised", network(), plain, inputs=lambda _: torch.zeros(16, 6)
+    )
+    assert (found.first, found.last, found.evidence) == (0, 19, "every number is zero in step 0")
+    assert found_in(tmp_path / "state", "input_not_normalised", Stateful(), with_state) == []
+
+
+def summed(_: int, model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
+    """The loss is the sum over the datapoints."""
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y, reduction="sum").backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize(("factor", "step", "bad"), [(200, plain, True), (1, plain, False), (1, summed, False)])
+def test_the_first_loss(factor: float, step: Step, bad: bool, tmp_path: Path) -> None:
+    """Of logits that are far too large; a sum over datapoints is more than a mean of such logits can be."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 3))
+    with torch.no_grad():
+        model[2].weight.mul_(factor)  # type: ignore[operator,union-attr]
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    found = found_in(tmp_path, "poor_initialisation", model, step, optimizer, steps=3)
+    assert [(one.kind, one.first) for one in found] == ([("network_output", 0)] if bad else [])
 
 
 # -- evaluations --------------------------------------------------------------------------------------------------
@@ -378,7 +488,43 @@ def test_evaluations_in_train_mode(
     assert [(one.first, one.tag, one.steps) for one in found] == ([(10, "eval", 4)] if bad else [])
 
 
-# -- traces that lack something -----------------------------------------------------------------------------------
+# -- numbers that are not finite ----------------------------------------------------------------------------------
+
+
+class Logarithm(nn.Module):
+    """Meets zero where its input is negative."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.relu().log()
+
+
+def test_a_logarithm_of_zero(tmp_path: Path) -> None:
+    """The first is minus infinity, which the layer after it makes NaN of."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), Logarithm(), nn.Linear(8, 3))
+    nn.init.constant_(model[0].bias, 30.0)  # type: ignore[arg-type]
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+
+    def inputs(number: int) -> Tensor:
+        return torch.full((16, 6), -1e3 if number == 5 else 0.1) * torch.eye(16, 6)
+
+    (found,) = found_in(tmp_path, "not_finite", model, plain, optimizer, steps=8, inputs=inputs)
+    assert (found.module, found.kind, found.first) == ("1", "activations", 5)
+
+
+@pytest.mark.parametrize("usual", [True, False])
+def test_minus_infinity_is_the_first_where_it_is_new(usual: bool) -> None:
+    """A mask that had it before, or that is not known from an earlier step, is not to blame."""
+    mask = torch.tensor([0.0, -torch.inf])
+    messages = []
+    for step in range(8):
+        masked = mask if step in ((3, 6) if usual else (6,)) else torch.zeros(2)
+        value = torch.tensor([1.0, torch.nan if step == 6 else 1.0])
+        messages += [at(step, "activations", masked, "mask"), at(step, "activations", value, "other")]
+    (found,) = findings("not_finite", messages)
+    assert (found.module, found.first) == ("other" if usual else "mask", 6)
+    (early,) = findings("not_finite", messages[12:])
+    assert (early.module, early.first) == ("other", 6)
 
 
 def test_kinds_that_help_are_not_needed(tmp_path: Path) -> None:
