@@ -68,9 +68,9 @@ LINES = {
     "tracer/observing": 9255,
     "tracer/recording": 5347,
     "tracer/replaying": 630,
-    "tracer/stores": 3217,
-    "tracer/trace": 3448,
-    "tracer/upkeep": 1170,
+    "tracer/stores": 3312,  # names of axes, dimension scales and consolidated documents, so that other programs read
+    "tracer/trace": 3505,  # the step of each row, for other programs
+    "tracer/upkeep": 1175,
     "tracereel": 3155,
 }
 

@@ -122,6 +122,13 @@ class WriteStore(ABC, Generic[A]):
         """Set JSON attributes of an array or group (``""`` is the root); the next `commit` publishes them."""
 
     @abstractmethod
+    def name_rows(self, name: str, axis: str) -> None:
+        """Name the first axis of an array, for other programs; the next `commit` publishes it.
+
+        Arrays of a group have the same name only for axes of the same length.
+        """
+
+    @abstractmethod
     def commit(self) -> None:
         """Publish all appended rows and attributes to readers, so that they survive ``kill -9``.
 

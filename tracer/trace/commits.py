@@ -17,6 +17,7 @@ from tracer.format.journal import COLUMNS, Column, row_checksums
 from tracer.format.names import FORMAT, VERSION, declarations_name, journal_name
 from tracer.format.summaries import Summarizing
 from tracer.stores.protocols import WriteStore
+from tracer.trace.coordinates import Coordinates
 from tracer.trace.header import ending, now, public
 
 FIRST_BYTES: Final = 1 << 20
@@ -47,6 +48,7 @@ class Commits:
         Bytes of the data of all written messages.
     failed : BaseException or None
         The error after which nothing more is written.
+    coordinates : Coordinates
     last_notes : callable
         Called for notes to add to the trace when nothing else can be written any more.
     """
@@ -60,9 +62,9 @@ class Commits:
         self.bytes = 0
         self.failed: BaseException | None = None
         self.last_notes: Callable[[], Iterable[Mapping[str, Any]]] = tuple
-        self._declarations = declarations_name(part)
         self._journal = bytearray(capacity * _ROW.size)
         self._summaries = Summarizing()
+        self.coordinates = Coordinates()
         # the checksum of the last line
         self._sealed = 0
         # whether the declarations are as they were after the last commit
@@ -75,7 +77,7 @@ class Commits:
     def begin(self, header: Mapping[str, Any], chunk_bytes: int) -> None:
         """Create the tables of a new part, and commit what waits."""
         store = self.store
-        store.create(self._declarations, dtype="uint8", shape=(), chunk_bytes=chunk_bytes, gapless=True)
+        store.create(declarations_name(self.part), dtype="uint8", shape=(), chunk_bytes=chunk_bytes, gapless=True)
         name = journal_name(self.part)
         store.create(name, dtype="int64", shape=(COLUMNS,), chunk_bytes=chunk_bytes, gapless=True)
         known = {"format": FORMAT, "format_version": VERSION}
@@ -114,7 +116,7 @@ class Commits:
             self.lines.insert(0, declaration("summary", summary.declared()))  # the status stays the last line
         if self.lines:
             lines, self._sealed = sealed(self.lines, self._sealed)
-            self.store.append(self._declarations, np.frombuffer(lines, np.uint8))
+            self.store.append(declarations_name(self.part), np.frombuffer(lines, np.uint8))
             self.lines.clear()
             self.store.commit()
         if self.rows:
@@ -123,6 +125,7 @@ class Commits:
             self.store.append(journal_name(self.part), rows)
             self.store.commit()
             self._summaries.add(rows)
+            self.coordinates.add(rows)
             self.committed += self.rows
             self.rows = 0
         self._at_rest = True
@@ -130,6 +133,7 @@ class Commits:
     def conclude(self, status: str, ended: str | None) -> None:
         """Commit the status last and by itself, so that a trace with a status is complete; then close the store."""
         self._concluding = True
+        self.coordinates.write(self.store)
         told = ending(status, ended, self.committed)
         self.declare("status", told)
         self.publish()
@@ -163,7 +167,7 @@ class Commits:
         if self._unsaid and self.failed is not None:
             self._unsaid = False
             with contextlib.suppress(Exception):
-                self.store.last_words(self._declarations, np.empty(0, np.uint8))
+                self.store.last_words(declarations_name(self.part), np.empty(0, np.uint8))
             self.store.abandon()
 
     def _say_why(self, error: BaseException) -> None:
@@ -173,7 +177,7 @@ class Commits:
         notes = [line for line in self.lines if is_note(line)]
         notes += [declaration("note", public(note)) for note in self.last_notes()]
         lines, _ = sealed([*notes, declaration("status", told)], self._sealed)
-        self.store.last_words(self._declarations, np.frombuffer(lines, np.uint8))
+        self.store.last_words(declarations_name(self.part), np.frombuffer(lines, np.uint8))
 
 
 @final

@@ -209,7 +209,10 @@ class Pools:
             self._pulses += 1
             chunk_bytes = self._chunk_bytes
         codec = self._codec(message.kind, stream.encoding.name)
-        return self._declare_pool(name, stream.encoding.storage, row, chunk_bytes, codec)
+        pool = self._declare_pool(name, stream.encoding.storage, row, chunk_bytes, codec)
+        self._commits.coordinates.follow(pool.id, name, math.prod(row))
+        self._store.set_attrs(name, _about(message, stream))
+        return pool
 
     def _shared_pool(self, stream: OpenStream, message: Message) -> OpenPool:
         assert stream.encoding is not None
@@ -221,3 +224,12 @@ class Pools:
         # a shared pool has one codec; with "auto", the dtype of the first message decides
         codec = self._codec(message.kind, stream.encoding.name)
         return self._declare_pool(name, storage, (), self._chunk_bytes, codec)
+
+
+def _about(message: Message, stream: OpenStream) -> dict[str, Any]:
+    """What other programs are told of an array; the declaration of the stream is what counts."""
+    where = "the network" if message.key is None else message.key or "the root module"
+    names = {"kind": message.kind, "module": message.key, "tag": message.tag, "leaf": message.leaf}
+    assert stream.encoding is not None
+    about = {"long_name": f"{message.kind} of {where}", "units": "1", "dtype": stream.encoding.name}
+    return {**about, **names, "sampling": stream.sampling}

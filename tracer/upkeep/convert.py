@@ -17,6 +17,7 @@ from tracer.errors import CaptureError, TraceError, TraceExistsError, UnknownNam
 from tracer.stores.errors import write_errors
 from tracer.stores.locations import Anywhere, Location, Url, location
 from tracer.stores.opening import exists, remove
+from tracer.stores.zarr.store import put_indexes_last
 from tracer.trace.claiming import check_target
 from tracer.trace.compression import Compression
 from tracer.trace.holes import Hole, sentences
@@ -208,8 +209,12 @@ def new_trace(dst: Location, header: Mapping[str, Any], **options: Any) -> Itera
         with _removed_after_an_error(dst), writer:
             yield writer
     else:
-        with _moved_to(dst) as made, TraceWriter(made, header=header, **options) as writer:
-            yield writer
+        with _moved_to(dst) as made:
+            with TraceWriter(made, header=header, **options) as writer:
+                yield writer
+            if made.suffix.lower() == ".zarr":
+                with write_errors(dst):
+                    put_indexes_last(made)
 
 
 @contextmanager

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import h5py
+import numpy as np
 
 from tracer.errors import TraceError
 from tracer.stores.chunks import RowChunks
@@ -26,6 +27,10 @@ from tracer.stores.zarr.on_disk import DiskFiles
 from tracer.stores.zarr.reading import ZarrReadStore
 from tracer.stores.zarr.writing import ZarrWriteStore
 
+_NO_VARIABLE: Final = "This is a netCDF dimension but not a netCDF variable. "
+"""The name by which the NetCDF libraries know a dimension scale without data."""
+_LONGEST_SCALE: Final = 1 << 20
+"""The longest axis that has a dimension scale of zeros."""
 COPIED_BYTES: Final = 16 << 20
 """The most bytes that are copied at once, unless a row is larger."""
 
@@ -72,6 +77,8 @@ class Hdf5WriteStore(ZarrWriteStore):
                         _set_attributes(file.require_group(name or "/"), values)
                     for name, array in self.arrays.items():
                         _set_attributes(_copy(source, name, array.rows, array.codec, file), array.attrs)
+                    for name, array in self.arrays.items():
+                        _attach_scales(file, name, array.axes)
                 sync(made)  # even if not durable, because the Zarr trace is removed next
             sync(self._file.parent)
         finally:
@@ -112,6 +119,26 @@ def _new_file(path: Path) -> Any:
 def _set_attributes(item: Any, values: Mapping[str, Any]) -> None:
     for key, value in values.items():
         set_attribute(item.attrs, key, value)
+
+
+def _attach_scales(file: Any, name: str, axes: Sequence[str]) -> None:
+    """Attach a dimension scale to each axis of an array: an array of that name, or zeros that NetCDF takes for none.
+
+    Arrays of no step have none, because their rows are many and mean nothing to other programs.
+    """
+    dataset, group = file[name], name.rpartition("/")[0]
+    if f"{group}/{axes[0]}" not in file:
+        return
+    for axis, (short, length) in enumerate(zip(axes, dataset.shape, strict=True)):
+        scale = f"{group}/{short}"
+        if scale not in file and length <= _LONGEST_SCALE:
+            # written, because a reader takes a chunk that is not there for damage
+            zeros = file.create_dataset(scale, data=np.zeros(length, np.uint8), chunks=(length,))
+            zeros.make_scale(f"{_NO_VARIABLE}{length:10d}")
+        if scale != name and scale in file:
+            if not file[scale].is_scale:
+                file[scale].make_scale(short)
+            dataset.dims[axis].attach_scale(file[scale])
 
 
 def _copy(source: ZarrReadStore, name: str, rows: RowChunks, codec: Codec | None, file: Any) -> Any:

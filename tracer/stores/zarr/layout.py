@@ -6,6 +6,7 @@ a copy follows in the next page. A ``zarr.json`` is parsed and checked before an
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Mapping
@@ -38,9 +39,9 @@ def checksum_bytes(data: bytes | memoryview) -> bytes:
 
 
 def array_document(
-    dtype: np.dtype[Any], chunk: tuple[int, ...], shard: tuple[int, ...], codec: Codec | None
+    dtype: np.dtype[Any], chunk: tuple[int, ...], shard: tuple[int, ...], codec: Codec | None, index: str = "start"
 ) -> dict[str, Any]:
-    """The constant part of an array's ``zarr.json``: without shape and attributes."""
+    """The constant part of an array's ``zarr.json``: without shape and attributes; `index` is the place of indexes."""
     inner = [] if codec is None else [zarr_codec(codec, dtype.itemsize, dtype.itemsize * math.prod(chunk))]
     fill: Any = {"b": False, "i": 0, "u": 0, "f": 0.0, "c": [0.0, 0.0]}[dtype.kind]
     return {
@@ -57,11 +58,29 @@ def array_document(
                     "chunk_shape": list(chunk),
                     "codecs": [_BYTES, *inner, _CRC32C],
                     "index_codecs": [_BYTES, _CRC32C],
-                    "index_location": "start",
+                    "index_location": index,
                 },
             }
         ],
     }
+
+
+def axes_of(name: str, row: tuple[int, ...]) -> list[str]:
+    """Names for the axes of an array, such that arrays of a group share a name only for axes of the same length.
+
+    Parameters
+    ----------
+    name : str
+    row : tuple of int
+        The shape of a row.
+
+    Examples
+    --------
+    >>> axes_of("rank0/weights/fc", (10, 20))
+    ['fc@row', 'axis1_10', 'axis2_20']
+    """
+    axes = [f"axis{number}_{length}" for number, length in enumerate(row, 1)]
+    return [f"{name.rpartition('/')[2]}@row", *axes]
 
 
 def document_name(name: str) -> str:
@@ -114,11 +133,13 @@ class ArrayDescription(Layout):
         Rows per shard.
     per_shard : int
         Chunks per shard.
+    index_at_end : bool
+        Whether a shard's index is at its end.
     foreign : object
         zarr-python's array, for a layout that this package does not write; else None.
     """
 
-    __slots__ = ("codec", "foreign", "is_ours", "name", "per_shard", "rows", "shard_rows")
+    __slots__ = ("codec", "foreign", "index_at_end", "is_ours", "name", "per_shard", "rows", "shard_rows")
 
     def __init__(self, path: Location, name: str, document: Mapping[str, Any]) -> None:
         if document.get("zarr_format") != 3 or document.get("node_type") != "array":
@@ -151,6 +172,7 @@ class ArrayDescription(Layout):
             raise TraceFormatError(f"{path}: the zarr.json of array {name!r} is not one of a trace: {error}") from error
         self.foreign: Any = None
         self.codec: Codec | None = None
+        self.index_at_end = False
         self.is_ours = self._is_ours(document, shard)
         self.per_shard = math.prod(shard) // math.prod(self.chunk) if self.is_ours else 0
 
@@ -170,10 +192,10 @@ class ArrayDescription(Layout):
         return whole and self._is_described(document, shard)
 
     def _is_described(self, document: Mapping[str, Any], shard: tuple[int, ...]) -> bool:
-        for codec in (None, *CODECS.values()):
-            template = array_document(self.dtype, self.chunk, shard, codec)
+        for codec, index in itertools.product((None, *CODECS.values()), ("start", "end")):
+            template = array_document(self.dtype, self.chunk, shard, codec, index)
             if all(document.get(key) == value for key, value in template.items()):
-                self.codec = codec
+                self.codec, self.index_at_end = codec, index == "end"
                 # a damaged file may claim a chunk of any size, so the size is limited before memory is allocated
                 return codec is None or self.chunk_nbytes <= largest_chunk(self.row_nbytes)
         return False

@@ -315,7 +315,8 @@ class ZarrReadStore(ReadStore):
         """The index of a shard, and its offset; the second copy is used if the first fails its checksum."""
         chunks = array.per_shard
         size, at = chunks * 16 + 4, second_index(chunks)
-        first = as_index(shard.read(0, size), chunks)
+        begin = max(0, shard.nbytes - size) if array.index_at_end else 0
+        first = as_index(shard.read(begin, size), chunks)
         second = as_index(shard.read(at, size), chunks) if first is None or self.thorough else None
         why = f"of shard {number} of array {array.name!r} fails its checksum"
         if first is None:
@@ -326,7 +327,7 @@ class ZarrReadStore(ReadStore):
         # shards that another program wrote have no second index: their chunks begin in its place
         if self.thorough and second is None and int(first[:, 0].min()) >= chunks_begin(chunks):
             self._tell(f"the copy of the index {why}; the index itself is whole")
-        return first, 0
+        return first, begin
 
     def _tell(self, problem: str) -> None:
         if problem not in self.problems:

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import builtins
+import os
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 from tracer.errors import TraceCorruptError, TraceExistsError, TraceFormatError, TraceNotFoundError
 from tracer.format.names import PART
 from tracer.stores.disk import is_folder, is_there
 from tracer.stores.locations import Location, Url
 from tracer.stores.zarr.files import Files
-from tracer.stores.zarr.layout import WRITER, is_group
+from tracer.stores.zarr.layout import (
+    CONSOLIDATED,
+    WRITER,
+    ArrayDescription,
+    as_bytes,
+    as_document,
+    document_name,
+    is_group,
+)
 from tracer.stores.zarr.on_disk import DiskFiles
 from tracer.stores.zarr.reading import ZarrReadStore
 from tracer.stores.zarr.writing import ZarrWriteStore, disperse
@@ -77,6 +88,41 @@ def remove_part(path: Location, part: str) -> None:
     with closing(files_at(path)) as place:
         place.remove(part)
         disperse(place)
+
+
+def put_indexes_last(path: Path) -> None:
+    """Append the index of each shard of a finished trace, for programs that look for it only there, such as zarrita.
+
+    Raises
+    ------
+    OSError
+        If a file cannot be read or written.
+    """
+    place = files_at(path)
+    for array in [path / name for name in place.paths() if name.endswith("/zarr.json")]:
+        name, document = str(array.parent.relative_to(path)), as_document(array.read_bytes())
+        if document["node_type"] == "array":
+            size = 16 * ArrayDescription(path, name, document).per_shard + 4
+            for shard in filter(Path.is_file, (array.parent / "c").rglob("*")):
+                with builtins.open(shard, "r+b") as file:
+                    index = file.read(size)
+                    file.seek(0, os.SEEK_END)
+                    file.write(index)
+            place.put(document_name(name), as_bytes(_with_last_index(document), array))
+    root = place.document("")
+    copies = root.get(CONSOLIDATED, {}).get("metadata", {})
+    for name, document in copies.items():
+        copies[name] = _with_last_index(document)
+    place.put(document_name(""), as_bytes(root, path))
+    place.wait()
+    place.close()
+
+
+def _with_last_index(document: dict[str, Any]) -> dict[str, Any]:
+    """The document of an array whose shards end with their index."""
+    for codec in document.get("codecs", ()):
+        codec["configuration"]["index_location"] = "end"
+    return document
 
 
 def exists(url: Url) -> bool:

@@ -10,6 +10,7 @@ from typing import Any, Final
 from numpy.typing import NDArray
 
 from tracer.errors import TraceError, TraceExistsError
+from tracer.format.names import PART
 from tracer.stores.chunks import RowChunks, rows_ahead
 from tracer.stores.codecs import Codec, encode
 from tracer.stores.errors import cannot_write, write_errors
@@ -17,9 +18,11 @@ from tracer.stores.protocols import WriteStore
 from tracer.stores.zarr.files import Files, Shard
 from tracer.stores.zarr.layout import (
     CONSOLIDATED,
+    DOCUMENT_LIMIT,
     WRITER,
     array_document,
     as_bytes,
+    axes_of,
     document_name,
     group_document,
     shard_name,
@@ -52,8 +55,8 @@ class GrowingArray:
     """
 
     __slots__ = (
-        *("ahead", "attrs", "codec", "committed", "end", "full", "gapless", "name", "per_shard", "published", "rows"),
-        *("shard", "shard_rows", "template"),
+        *("ahead", "attrs", "axes", "codec", "committed", "end", "full", "gapless", "name", "per_shard", "published"),
+        *("rows", "shard", "shard_rows", "template"),
     )
 
     def __init__(self, name: str, rows: RowChunks, codec: Codec | None, *, gapless: bool, appends: bool) -> None:
@@ -71,6 +74,7 @@ class GrowingArray:
         trailing = [count * size for count, size in zip(rows.grid, rows.chunk[1:], strict=True)]
         self.template = array_document(rows.dtype, rows.chunk, (self.shard_rows, *trailing), codec)
         self.attrs: dict[str, Any] = {}
+        self.axes = axes_of(name, rows.row_shape)
         self.ahead = self.shard_rows * (1 if appends else PUBLISHED_SHARDS)
         """The least number of rows that the ``zarr.json`` of an array with gaps claims."""
         self.end = 0
@@ -89,7 +93,8 @@ class GrowingArray:
 
     def document(self, rows: int) -> Mapping[str, Any]:
         """The ``zarr.json`` that claims `rows` rows."""
-        return self.template | {"shape": [rows, *self.rows.row_shape], "attributes": self.attrs}
+        shape = [rows, *self.rows.row_shape]
+        return self.template | {"shape": shape, "attributes": self.attrs, "dimension_names": self.axes}
 
     def shard_name(self, number: int) -> str:
         """The path of a shard within the store."""
@@ -183,6 +188,12 @@ class ZarrWriteStore(WriteStore[GrowingArray]):
             array.published = -1
         self._changed[name] = None
 
+    def name_rows(self, name: str, axis: str) -> None:
+        array = self.array(name)
+        array.axes[0] = axis
+        array.published = -1
+        self._changed[name] = None
+
     def append(self, name: str, rows: NDArray[Any], checksums: list[int] | None = None) -> int:
         array = self.array(name)
         first = array.rows.rows
@@ -241,15 +252,48 @@ class ZarrWriteStore(WriteStore[GrowingArray]):
         if self.closed:
             return
         self.commit()
-        # replaces the rounded-up lengths by the exact ones; a failure loses no data
+        # exact lengths replace the rounded-up ones, and other programs find all documents; a failure loses no data
         with suppress(OSError):
             for array in self.arrays.values():
                 if array.published != array.end:
                     self._put_array(array, array.end)
             self._files.wait()
-        with write_errors(self.path):
-            disperse(self._files)
+            self._consolidate()
         self.abandon()
+
+    def _consolidate(self) -> None:
+        """Let the root have a copy of all other documents, so that other programs open the trace with one request.
+
+        Of several parts this is done by the last that ends. On an object store it is not, which would need a request
+        for each document.
+        """
+        others = self._documents_of_others()
+        if others is None:
+            return
+        groups = {name: group_document(attributes) for name, attributes in self._groups.items() if name}
+        arrays = {array.name: array.document(array.published) for array in self.arrays.values()}
+        copies = {
+            "kind": "inline",
+            "must_understand": False,
+            "metadata": dict(sorted((others | groups | arrays).items())),
+        }
+        root = self._files.document("") | {CONSOLIDATED: copies}
+        data = as_bytes(root, self.path)
+        if len(data) <= DOCUMENT_LIMIT // 4:
+            self._files.put(document_name(""), data)
+            self._files.wait()
+
+    def _documents_of_others(self) -> dict[str, Any] | None:
+        """The documents of other parts; None if a part has not ended, or if there would be a request for each."""
+        if not self._own:
+            return {}
+        if not self._files.appends:
+            return None
+        paths = [path for path in self._files.paths() if path.endswith("/zarr.json")]
+        names = [path.removesuffix("/zarr.json") for path in paths if not path.startswith(f"{self._own}/")]
+        documents = {name: self._files.document(name) for name in names}
+        parts = [document for name, document in documents.items() if PART.fullmatch(name)]
+        return documents if all("status" in part.get("attributes", {}) for part in parts) else None
 
     def last_words(self, name: str, rows: NDArray[Any]) -> None:
         array = self.array(name)
