@@ -31,6 +31,7 @@ HOMES: dict[str, str] = {
     "pairs": "analyze.comparing.pairs",
     "parse": "analyze.registry",
     "report": "analyze.seeing.report",
+    "runs": "analyze.seeing.runs",
     "statistics_of_tensors": "analyze.metrics.statistics",
     "statistics_over_time": "analyze.comparing.over_time",
     "subscribers": "analyze.registry",

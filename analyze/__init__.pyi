@@ -58,6 +58,7 @@ from analyze.rules.finding import Finding
 from analyze.seeing.blame import blame
 from analyze.seeing.check import Checked, TrainingStopped, Watch, check
 from analyze.seeing.report import report
+from analyze.seeing.runs import runs
 from analyze.seeing.server import view
 from analyze.tables.results import Results
 
@@ -169,6 +170,7 @@ __all__ = [
     "r2_cca",
     "ratio",
     "report",
+    "runs",
     "sample_norm",
     "saturation",
     "singular_values",

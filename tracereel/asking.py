@@ -361,40 +361,48 @@ def _print_plan(plan: Plan, as_json: bool) -> None:
     cls=Command,
     examples=[
         "trace plot run.zarr -s ratio --out ratio.png",
-        "trace plot run.zarr -s norm:kind=layer_gradients -o n.svg",
+        "trace plot a.zarr b.zarr -s total_norm -o n.svg",
     ],
 )
-@options.path("trace")
+@options.traces
 @options.subscribers(help="Draw the answers of this metric; may be repeated.")
 @options.filters
 @options.file("-o", "--out", required=True, help="Where the figure goes: .png, .svg or .pdf.")
 @options.flag("--log/--linear", "log", default=None, help="The scale of values; by default what fits them.")
 @options.overwrite
 def plot(
-    trace: str, specs: tuple[str, ...], filters: MessageFilters, out: str, log: bool | None, overwrite: bool
+    traces: tuple[str, ...],
+    specs: tuple[str, ...],
+    filters: MessageFilters,
+    out: str,
+    log: bool | None,
+    overwrite: bool,
 ) -> None:
-    """Draw what metrics say of a trace, over its steps.
+    """Draw what metrics say of a trace, or of several beside each other, over the steps.
 
     Each kind of answer has a panel: a line for each series, or a map with a row for each where there are more than
     eight; a cell of a map shows the largest of its values.
     """
     check_new(out, (".png", ".svg", ".pdf"), overwrite)
     check_installed("matplotlib", "plot", "drawing")
-    with tracer.open(trace, ranks=filters.ranks or None) as reader, plain_warnings():
-        from analyze.tables.results import Results
+    from analyze.tables.results import Results
+    from analyze.traces import find_traces
 
-        filters.check(reader)
-        note_status(reader, str(reader.path))
-        questions = _questions(reader, trace, specs, filters)
-        results, damage = Results(), None
-        for question in questions:
-            damage = damage or question.ask(results)
+    results, damage = Results(), None
+    asked: list[Subscriber] = []
+    for trace in find_traces(traces):
+        with tracer.open(trace, ranks=filters.ranks or None) as reader, plain_warnings():
+            filters.check(reader)
+            note_status(reader, str(reader.path))
+            for question in _questions(reader, trace, specs, filters):
+                damage = damage or question.ask(results)
+                asked += question.subscribers
     if len(results):
         results.plot(out, log=log, overwrite=overwrite)
         say(f"{len(results):,} answers drawn to {out}")
     if damage is not None:
         raise Refusal(f"{damage}; the figure shows what comes before that", DAMAGED)
-    _note_silent(results, [subscriber for question in questions for subscriber in question.subscribers])
+    _note_silent(results, asked)
     if not len(results):
         conclude(FAILED)
 

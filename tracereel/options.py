@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
 from tracer.errors import CaptureError, UnknownNameError
-from tracer.recording import checks
+from tracer.recording import checks, settings
 from tracer.recording.checks import OneOf, Size, Whole, seconds_of, share_of, size_of
 
 if TYPE_CHECKING:
@@ -160,6 +161,8 @@ def _for_field(declaration: dataclasses.Field[Any], name: str) -> Decorator:
             return size(name, least=check.least, **shown)
         case checks.from_zero:
             return click.option(name, type=click.FloatRange(min=0), metavar="S", **shown)
+        case settings.name_of_run:
+            return click.option(name, metavar="NAME", **shown)
         case _:
             return {checks.share: share, checks.seconds: seconds}[check](name, **shown)
 
@@ -186,7 +189,18 @@ def subscribers(*, required: bool = True, **attributes: Any) -> Decorator:
 
 def path(name: str) -> Decorator:
     """An argument that is the path of one trace."""
-    return click.argument(name, metavar=name.upper(), type=click.Path(path_type=str))
+    return click.argument(name, metavar=name.upper(), type=click.Path(path_type=str), callback=_refuse_folder)
+
+
+def _refuse_folder(ctx: click.Context, parameter: click.Parameter, given: str) -> str:
+    """Say which commands take a folder of traces, where one trace is wanted."""
+    if os.path.isdir(given) and not os.path.splitext(given.rstrip("/"))[1]:
+        raise click.UsageError(
+            f"{given} is a folder, and {ctx.command_path} takes one trace; trace info {given} lists the traces below "
+            "it, and trace info, check, plot and batch take the folder",
+            ctx,
+        )
+    return given
 
 
 traces = click.argument("traces", metavar="TRACE...", nargs=-1, required=True, type=click.Path(path_type=str))

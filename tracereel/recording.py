@@ -164,6 +164,8 @@ _CAPTURE = ("kinds", "modules", "every", "burst", "start", "stop", "rows", "posi
     "what is recorded]",
 )
 @click.option("--config", metavar="FILE", help="Settings of tracer.Capture as TOML or JSON; options here win.")
+@options.declared(Options, "name")
+@options.several("--tag", "run_tags", metavar="TAG", help="A word by which people find this run; may be repeated.")
 @options.declared(Options, "queue_bytes", "on_full", "commit_steps", "commit_seconds", "durable", "strict")
 @module_option
 @options.compression
@@ -212,8 +214,7 @@ _CAPTURE = ("kinds", "modules", "every", "burst", "start", "stop", "rows", "posi
     least=0,
     help="Also run the model, in eval mode and without a trace in the training, on the first N datapoints that it was "
     "given (in an evaluation, if one comes before the first probe, else in training), and record that under the tag "
-    "probe: for svcca, cka and their like.  [default: with the profile standard 64, of one batch, after every 50 "
-    "steps; else 0]",
+    "probe: for svcca, cka and their like.  [default: the model is never run]",
 )
 @options.number(
     "--probe-every",
@@ -285,7 +286,9 @@ def record(
         captures = captures_of(settings)
         codecs = Compression.parse(given["compression"]).choice
         plan = None if probe is None else ProbePlan(probe, every=probe_every)
-        chosen = Options.among({**given, "probe": plan, "compression": codecs, "command": not no_command})
+        chosen = Options.among(
+            {**given, "tags": given["run_tags"], "probe": plan, "compression": codecs, "command": not no_command}
+        )
         if profile is not None:
             chosen = chosen.of_profile(profile)
     if rehearsals.only_dry_run:

@@ -111,7 +111,7 @@ def _check(trace: str, rules: list[Rule], filters: MessageFilters) -> Checked:
 def _check_several(
     traces: tuple[str, ...], rules: list[Rule], filters: MessageFilters, as_json: bool, fail_on: str | None
 ) -> None:
-    from analyze.batching.traces import find_traces
+    from analyze.traces import find_traces
 
     told = []
     findings = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -11,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import tracer
-from tracer.errors import TraceLostError, TracerError
+from tracer.errors import TraceLostError
 from tracer.secrets import masked
 from tracer.shown import printable
 from tracereel import options
-from tracereel.command import DAMAGED, FAILED, SOME_FAILED, Command, as_typed, conclude
+from tracereel.command import DAMAGED, FAILED, SOME_FAILED, Command, as_typed, conclude, wrong_usage
 from tracereel.facts import message_facts, message_line, overview, stream_facts
 from tracereel.options import MessageFilters
 from tracereel.outputs import TRACE_SUFFIXES
@@ -23,6 +24,7 @@ from tracereel.printing import (
     complain,
     few_shapes,
     note_problems,
+    plain_warnings,
     print_json,
     print_table,
     progress,
@@ -33,6 +35,7 @@ from tracereel.printing import (
 )  # fmt: skip
 
 if TYPE_CHECKING:
+    from analyze.seeing.runs import RunFacts
     from tracer.trace.streams import Steps
     from tracer.upkeep.recover import Recovered
     from tracer.upkeep.verify import Report
@@ -41,18 +44,27 @@ if TYPE_CHECKING:
 # -- what it holds ------------------------------------------------------------------------------------------------
 
 
-@click.command(cls=Command, examples=["trace info run.zarr", "trace info runs/", "trace info a.zarr b.h5 --json"])
+@click.command(
+    cls=Command,
+    examples=["trace info run.zarr", "trace info runs/ --sort 'best loss'", "trace info a.zarr b.h5 --json"],
+)
 @options.traces
+@click.option("--sort", metavar="COLUMN", help="Of several: by this column, the smallest first; -COLUMN: the largest.")
+@options.flag(
+    "--quick", "without_data", help="Of several: leave out losses, accuracies and verdicts, for which data is read."
+)
 @options.as_json
-def info(traces: tuple[str, ...], as_json: bool) -> None:
+def info(traces: tuple[str, ...], sort: str | None, without_data: bool, as_json: bool) -> None:
     """Show what a trace is, at a glance; of several, a line each.
 
-    TRACE is a trace, a folder with traces below it, a glob, a URL, or @FILE with one of these on each line. With
+    TRACE is a trace, a folder with traces below it, a glob, a URL, or @FILE with one of these on each line. The table
+    of several has the settings that differ between the runs (config of record, arguments of the script, the learning
+    rate), the last and the lowest loss, the best accuracy of an evaluation, and the verdict of trace check. With
     --json, one trace is an object, and several, or a folder, are a list. Where some of several cannot be read, the
     exit code is 4.
     """
     if len(traces) > 1 or means_several(traces[0]):
-        _info_of_several(traces, as_json)
+        _info_of_several(traces, sort, without_data, as_json)
         return
     found = _info(traces[0])
     if as_json:
@@ -82,31 +94,48 @@ def means_several(trace: str) -> bool:
     return trace.startswith("@") or "://" in trace or bool(set("*?[").intersection(trace)) or Path(trace).is_dir()
 
 
-def _info_of_several(traces: Sequence[str], as_json: bool) -> None:
-    from analyze.batching.traces import find_traces
+def _info_of_several(traces: Sequence[str], sort: str | None, without_data: bool, as_json: bool) -> None:
+    from analyze.seeing.runs import Runs, facts_of
+    from analyze.traces import find_traces
 
-    infos: list[dict[str, Any]] = []
-    rows: list[tuple[Any, ...]] = []
-    for trace in find_traces(traces):
-        try:
-            one = _info(trace)
-        except TracerError as error:
-            path = trace if "://" in trace else os.path.abspath(trace)
-            one = {"path": path, "status": "unreadable", "problems": [str(error)]}
-            rows.append((trace, "unreadable", None, None, None, None, 1))
-            complain(str(error))
-        else:
-            spans = [span(one[name]) for name in ("steps", "epochs")]
-            stored = size(one["stored_bytes"])
-            rows.append((trace, one["status"], *spans, one["messages"], stored, len(one["problems"]) or None))
-        infos.append(one)
-    if any(one["status"] == "unreadable" for one in infos):
+    names = find_traces(traces)
+    each = []
+    with progress("reading", len(names)) as advance, plain_warnings():
+        for name in names:
+            each.append(facts_of(name, quick=without_data))
+            advance(len(each))
+    found = Runs(each)
+    if sort is not None:
+        with wrong_usage():
+            found = found.sorted(sort.removeprefix("-"), descending=sort.startswith("-"))
+    for one in found:
+        if one.problem:
+            complain(one.problem)
+    if any(one.status == "unreadable" for one in found):
         conclude(SOME_FAILED)
     if as_json:
-        print_json(infos)
-    else:
-        columns = ("trace", "status", "steps", "epochs", "messages", "on disk", "problems")
-        print_table(columns, rows, right=("messages", "on disk", "problems"), names=("trace",))
+        print_json([_json_of(one) for one in found])
+        return
+    rows = found.rows()
+    columns = list(rows[0])
+    cells = [[_cell(name, row[name]) for name in columns] for row in rows]
+    numbers = [name for name in columns if all(isinstance(row[name], int | float | None) for row in rows)]
+    print_table(columns, cells, right=numbers, names=("run", "trace"), prose=("verdict",))
+
+
+def _cell(column: str, value: Any) -> Any:
+    if column == "on disk" and value is not None:
+        return size(value)
+    return f"{value:.4g}" if isinstance(value, float) else value
+
+
+def _json_of(run: RunFacts) -> dict[str, Any]:
+    """The facts of a run beside others, and what ``trace info`` says of it alone."""
+    facts = dataclasses.asdict(run)
+    if run.status == "unreadable":
+        path = run.trace if "://" in run.trace else os.path.abspath(run.trace)
+        return {"path": path, "status": run.status, "problems": [run.problem]}
+    return {**_info(run.trace), "run": facts}
 
 
 @click.command("ls", cls=Command, examples=["trace ls run.zarr -k weights -m 'encoder.*'"])

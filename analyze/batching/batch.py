@@ -29,7 +29,9 @@ from analyze.batching.planning import PART_BYTES
 from analyze.batching.units import Pairs
 from analyze.batching.work import Work, engine_of
 from analyze.metrics.checks import is_whole
+from analyze.tables.columns import COLUMNS
 from analyze.tables.results import Results
+from analyze.tables.settings import Setting, columns_of
 from analyze.tables.writing import PathLike, arrow_schema, new_file, not_installed, pandas
 from tracer.errors import CaptureError
 from tracer.stores.locations import Anywhere
@@ -62,7 +64,7 @@ def batch(
     Parameters
     ----------
     traces : path, URL or iterable of them
-        Traces, globs, folders, or lists in files, as `analyze.batching.traces.find_traces` reads them.
+        Traces, globs, folders, or lists in files, as `analyze.traces.find_traces` reads them.
     subscribers : str or iterable of str
         As `analyze.parse` reads them: ``"svcca:threshold=0.9"``, ``"path/to/file.py:ClassName"``. A subscriber that
         takes the answers of another subscriber gets them, as in a replay, if both are given.
@@ -234,16 +236,37 @@ class BatchResults(Results):
         Columns are those of `analyze.Results` and ``spec`` (the subscriber with its parameters), ``run_id``,
         ``created``, ``status`` (of the run, at the time of planning), and ``array``. An answer of more than 4096
         numbers is one row: its value is null, and ``array`` names its place, ``arrays/ID.zarr#NUMBER``. In all other
-        rows ``array`` is empty.
+        rows ``array`` is empty. Of several runs there are also ``run``, the name of the run, and a column for each
+        setting that differs between them; see `analyze.tables.settings`.
         """
-        return self._parts.tables()
+        import pyarrow as pa
+
+        runs = self._run_columns()
+        for table in self._parts.tables():
+            trace = table["trace"][0].as_py() if table.num_rows else ""
+            for name, (kind, values) in runs.items():
+                value = pa.scalar(_as(kind, values.get(trace)), kind)
+                table = table.append_column(name, pa.repeat(value, table.num_rows))
+            yield table
+
+    def _run_columns(self) -> dict[str, tuple[Any, dict[str, Setting]]]:
+        """The columns that tell the runs apart: an Arrow type, and a value for each trace."""
+        taken = {*COLUMNS, *RUN_COLUMNS}
+        return {name: (_kind_of(of.values()), of) for name, of in columns_of(self.traces, taken).items()}
 
     def to_arrow(self) -> Any:
         """All `tables` as one `pyarrow.Table`."""
         import pyarrow as pa
 
         tables = list(self.tables())
-        return pa.concat_tables(tables) if tables else arrow_schema(*RUN_COLUMNS).empty_table()
+        return pa.concat_tables(tables) if tables else self._schema().empty_table()
+
+    def _schema(self) -> Any:
+        """The `pyarrow.Schema` of `tables`."""
+        import pyarrow as pa
+
+        schema = arrow_schema(*RUN_COLUMNS)
+        return pa.schema([*schema, *((name, kind) for name, (kind, _) in self._run_columns().items())])
 
     def to_pandas(self) -> Any:
         """All `tables` as a `pandas.DataFrame`.
@@ -268,8 +291,23 @@ class BatchResults(Results):
         """
         import pyarrow.parquet as pq
 
-        schema = arrow_schema(*RUN_COLUMNS)
-        with new_file(path, overwrite=overwrite) as temporary, pq.ParquetWriter(temporary, schema) as writer:
+        with new_file(path, overwrite=overwrite) as temporary, pq.ParquetWriter(temporary, self._schema()) as writer:
             for table in self.tables():
                 if table.num_rows:
                     writer.write_table(table)
+
+
+def _kind_of(values: Iterable[Setting]) -> Any:
+    """The Arrow type of a column of settings: of numbers or bools, if all are, else of texts."""
+    import pyarrow as pa
+
+    kinds = {type(value) for value in values if value is not None}
+    if kinds == {bool}:
+        return pa.bool_()
+    if kinds == {int}:
+        return pa.int64()
+    return pa.float64() if kinds and kinds <= {int, float} else pa.string()
+
+
+def _as(kind: Any, value: Setting) -> Setting:
+    return str(value) if value is not None and str(kind) == "string" else value

@@ -14,9 +14,9 @@ from analyze.batching.engines import cores
 from analyze.batching.folder import folder_at
 from analyze.batching.part_files import stored
 from analyze.batching.planning import PART_BYTES, plan_trace, unplanned, where
-from analyze.batching.traces import find_traces
 from analyze.batching.units import Pairs, Question, Task, TracePlan, Unit, UnitFailure, questions, sentence_of
 from analyze.metrics.checks import is_whole
+from analyze.traces import find_traces
 from tracer.errors import CaptureError
 from tracer.replaying.filters import Filters
 from tracer.stores.locations import Anywhere, Url, location

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,10 +16,13 @@ from analyze.rules.finding import Finding
 from analyze.seeing import gathered, panel
 from analyze.seeing.course import Course, compact
 from analyze.seeing.panel import drawn
+from analyze.tables.settings import run_names
 from tracer.messaging.messages import DEFAULT_TAG
 
 LOSS_COLUMNS = 600
 """A curve is thinned to the extremes of this many columns."""
+_FAR = 100.0
+"""A run whose highest loss is this many times that of another run does not determine the axis."""
 COURSES = 6
 """How many losses of a run are drawn, at most."""
 
@@ -46,13 +48,15 @@ def loss_panel(found: gathered.Gathered, references: Sequence[gathered.Gathered]
     own = losses(found)
     if not own:
         return _lossless("No loss was recorded, so there is no curve of it.", found)
-    runs = [("", own), *((panel.short(Path(one.checked.trace).name, 30), losses(one)) for one in references)]
+    called = run_names([one.checked.trace for one in (found, *references)])
+    runs = [("", own), *((panel.short(called[one.checked.trace], 30), losses(one)) for one in references)]
     everything = np.concatenate([course.points()[1] for _, kinds in runs for course in kinds.values()])
     finite = everything[np.isfinite(everything)]
     if not len(finite):
         return _lossless(f"All {len(everything):,} losses are not finite.", found)
     log = bool((finite > 0).all())
     drawn = panel.drawing(steps, 300, y_axis_type="log" if log else "linear", y_axis_label="loss")
+    beyond = _bound(drawn, runs)
     _draw_losses(drawn, runs[::-1])  # the run's own curves are drawn last, above the others
     floor = float(finite.min())
     _mark_bad(drawn, own, floor)
@@ -64,8 +68,24 @@ def loss_panel(found: gathered.Gathered, references: Sequence[gathered.Gathered]
     drawn.legend.orientation = "horizontal"
     drawn.legend.click_policy = "hide"
     drawn.add_layout(drawn.legend[0], "above")
-    scale = panel.part("paragraphs", [] if log else ["The axis is linear, because some losses are not positive."])
+    notes = [*([] if log else ["The axis is linear, because some losses are not positive."]), *beyond]
+    scale = panel.part("paragraphs", notes)
     return panel.Panel(name="loss", title="Loss", before=scale, picture=drawn, alternative=_losses_in_words(own, found))
+
+
+def _bound(drawn: figure, runs: Sequence[tuple[str, Mapping[str, Course]]]) -> list[str]:
+    """End the axis where the losses of a run go far beyond those of the others, which it would flatten; tell of it."""
+    tops: dict[str, float] = {}
+    for name, courses in runs:
+        values = np.concatenate([course.points()[1] for course in courses.values()] or [np.empty(0)])
+        if np.isfinite(values).any():
+            tops[name] = float(values[np.isfinite(values)].max())
+    limit = _FAR * abs(min(tops.values()))
+    far = [name for name, top in tops.items() if top > limit]
+    if not far:
+        return []
+    drawn.y_range.end = 2 * max(top for name, top in tops.items() if top <= limit)
+    return [f"The axis leaves out high losses, up to {panel.number(tops[one])}, of {one or 'this run'}." for one in far]
 
 
 def _draw_losses(drawn: figure, runs: Sequence[tuple[str, Mapping[str, Course]]]) -> None:

@@ -18,10 +18,11 @@ from markupsafe import Markup
 
 from analyze.rules.coverage import in_table
 from analyze.seeing.check import Checked
-from analyze.seeing.curves import SELECTED, arrays_panel, curves_panel, lines_of, loss_panel, rates_panel
+from analyze.seeing.curves import SELECTED, arrays_panel, curves_panel, lines_of, loss_panel, losses, rates_panel
 from analyze.seeing.gathered import Gathered, Layer, layers
 from analyze.seeing.heat import heat_panel, zoom_panel
-from analyze.seeing.panel import SLOTS, Panel, number, part, sentences
+from analyze.seeing.panel import SLOTS, Panel, number, part, sentences, text
+from analyze.seeing.runs import RunFacts, Runs, facts_of_losses
 from analyze.seeing.similarity import similarity_panel
 from tracer.shown import printable
 
@@ -89,6 +90,7 @@ def panels_of(
     packs, known = lines_of(shown, order)
     return [
         loss_panel(shown, references, steps),
+        *([runs_panel([found, *references])] if references else []),
         rates_panel(shown, steps),
         heat_panel(shown, references[0] if references else None, order, steps),
         zoom_panel(found, order),
@@ -275,6 +277,19 @@ def rules_panel(checked: Checked) -> Panel:
     more = len(checked.findings) - SHOWN
     told = part("rules", checked.findings[:SHOWN], more, columns, coverage, checked.unjudged)
     return Panel(name="rules", title="Rules", before=told)
+
+
+def runs_panel(runs: Sequence[Gathered]) -> Panel:
+    """The panel of several runs: their settings that differ, and what came of them."""
+    rows = Runs(map(_facts_of, runs)).rows()
+    shown = [[number(cell) if isinstance(cell, float) else text(cell) for cell in row.values()] for row in rows]
+    return Panel(name="runs", title="Runs", before=part("table_of", list(rows[0]), shown))
+
+
+def _facts_of(run: Gathered) -> RunFacts:
+    course = next(iter(losses(run).values()), None)
+    known = {} if course is None else dict(zip(*(of.tolist() for of in course.points()[:2]), strict=True))
+    return facts_of_losses(run.checked.trace, run.info, known)
 
 
 _TOLD = (

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from analyze.tables.columns import AnswerColumns
 from analyze.tables.layout import shortened
 from analyze.tables.series import mean_of
+from analyze.tables.settings import run_names
 from analyze.tables.writing import needed
 from tracer.errors import MessageError
 from tracer.messaging.messages import DEFAULT_TAG
@@ -178,12 +179,14 @@ def _figure(width: float, height: float) -> Figure:
 def _courses(answers: AnswerColumns) -> dict[str, list[_Course]]:
     """The series of each kind; an array answer counts as the mean of its finite numbers."""
     positions: dict[tuple[str, str], list[int]] = {}
-    several = len({stream.trace for stream in answers.streams}) > 1
+    traces = list(dict.fromkeys(stream.trace for stream in answers.streams))
+    several = len(traces) > 1
+    runs = run_names(traces) if several else {}
     for position, number in enumerate(answers.stream_ids):
         stream = answers.streams[number]
         marks = [stream.tag] if stream.tag != DEFAULT_TAG else []
         marks += [f"rank {stream.rank}"] if stream.rank else []
-        marks += [stream.trace] if several else []
+        marks += [runs[stream.trace]] if several else []
         name = stream.place or "network"
         positions.setdefault((stream.kind, f"{name} ({', '.join(marks)})" if marks else name), []).append(position)
     values = np.array(answers.values, dtype=np.float64)

@@ -13,6 +13,7 @@ from analyze.tables.columns import COLUMNS, AnswerColumns, Answers, Row
 from analyze.tables.layout import TextTable
 from analyze.tables.plotting import FORMATS, figure_of
 from analyze.tables.series import Series, series_of, table_of
+from analyze.tables.settings import columns_of
 from tracer.errors import UnknownNameError
 from tracer.messaging.messages import Message
 from tracer.messaging.receiver import Receiver, describe
@@ -276,14 +277,18 @@ class Results:
         writing.write_parquet(self.columns(), path, overwrite=overwrite)
 
     def to_pandas(self) -> Any:
-        """The table as a `pandas.DataFrame`.
+        """The table as a `pandas.DataFrame`; of several runs with their names, and a column per setting that differs.
 
         Raises
         ------
         TracerError
             If pandas is not installed.
         """
-        return writing.pandas().DataFrame(self.columns(), columns=list(COLUMNS))
+        table: dict[str, Any] = self.columns()
+        frame = writing.pandas().DataFrame(table, columns=list(COLUMNS))
+        for place, (name, values) in enumerate(columns_of(self.traces, COLUMNS).items(), 1):
+            frame.insert(place, name, [values[trace] for trace in table["trace"]])
+        return frame
 
     def to_xarray(self, kinds: str | Iterable[str] | None = None) -> Any:
         """The answers as an `xarray.Dataset`: a variable per kind, with the axes ``step`` and ``layer``.

@@ -110,7 +110,7 @@ LISTINGS = {
     "plan": ("kind", "module", "tag", "dtype", "recorded", "bytes"),
     "recover": ("kind", "module", "tag", "saved", "lost", "steps lost"),
     "record": ("kind", "module", "tag", "dtype", "shape", "bytes a message", "a step", "recorded"),
-    "info": ("trace", "status", "steps", "epochs", "messages", "on disk", "problems"),
+    "info": ("run", "status", "steps", "loss", "best loss", "at", "accuracy", "on disk", "verdict", "trace"),
     "subscribers": ("name", "needs", "what it says"),
 }
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 from tracer.errors import CaptureError, UnknownNameError
 from tracer.recording.checks import OneOf, Size, Whole, check_fields, from_zero, option, seconds, share, size_of
+from tracer.recording.settings import name_of_run, settings_of, tags_of_run
 
 if TYPE_CHECKING:
     from tracer.messaging.receiver import Receiver
@@ -221,6 +222,9 @@ class Options:
         If `compression` names no codec.
     """
 
+    name: str | None = option(None, name_of_run, "What people call this run; tables of several runs show it.")
+    tags: Iterable[str] = option((), tags_of_run)
+    config: Any = option(None, settings_of)
     queue_bytes: int | str = option(QUEUE_BYTES, Size(), "How much data may wait for the thread that writes.")
     on_full: Literal["wait", "drop"] = option(
         "wait", OneOf(("wait", "drop")),
@@ -258,7 +262,7 @@ class Options:
     overhead_credit: float | None = option(
         None, seconds,
         "CPU time that recording may take before --max-overhead holds, such as 30s.  [default: with the profile "
-        "standard 5s, unless --max-overhead is given]",
+        "standard 30s, unless --max-overhead is given]",
     )  # fmt: skip
     keyframe_bytes: int | None = None
     update_bytes: int | None = None

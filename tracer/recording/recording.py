@@ -175,6 +175,13 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
         Subscribers that listen live, on the same bus, to the same messages that are recorded.
     logs : iterable of str
         Your own kinds that the loop will pass to `Run.log`, so that `receivers` can ask for them.
+    name : str, optional
+        What people call this run; tables of several runs show it.
+    tags : str or iterable of str
+        Words by which people find runs.
+    config : mapping, argparse.Namespace, dataclass or OmegaConf configuration, optional
+        The settings of the run, for the header, with ``***`` for passwords, keys and tokens. ``trace info FOLDER``
+        shows those that differ between runs. Values that JSON does not know are kept as text.
     overwrite : bool
         Whether to replace a trace that is at `path`. Anything else there is never replaced.
     strict : bool
@@ -273,6 +280,9 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
         capture: Capture | Iterable[Capture] | str | None = None,
         receivers: Iterable[Receiver] = (),
         logs: Iterable[str] = (),
+        name: str | None = None,
+        tags: str | Iterable[str] = (),
+        config: Any = None,
         overwrite: bool = False,
         strict: bool = False,
         seeds: Mapping[str, Any] | None = None,
@@ -305,8 +315,8 @@ class record:  # noqa: N801 - a context manager that reads as a verb, as in cont
         self._loss = loss
         options = Options.among(given)
         if capture is None or isinstance(capture, str):
-            name = DEFAULT_PROFILE if capture is None else capture
-            options, captures = options.of_profile(name), profile(name)
+            chosen = DEFAULT_PROFILE if capture is None else capture
+            options, captures = options.of_profile(chosen), profile(chosen)
         else:
             captures = tuple(capture) if isinstance(capture, Iterable) else (capture,)
         self._options = options.in_this_environment()

@@ -16,7 +16,7 @@ import torch
 import analyze
 from analyze.batching.batch import batch
 from analyze.batching.folder import folder_at
-from analyze.batching.traces import find_traces
+from analyze.traces import find_traces
 from tests.stores.served import served
 from tracer import ModuleMessage, TraceReader, TraceWriter
 from tracer.errors import CaptureError

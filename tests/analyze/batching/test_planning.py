@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 import tracer
 from analyze.batching.batch_plan import fused
 from analyze.batching.planning import plan_trace
-from analyze.batching.traces import find_traces
 from analyze.batching.units import TracePlan, questions
+from analyze.traces import find_traces
 from tracer import ModuleMessage, NetworkMessage, TraceWriter
 from tracer.errors import CaptureError, MessageError, TraceNotFoundError, UnknownNameError
 from tracer.replaying.filters import Filters

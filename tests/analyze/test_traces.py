@@ -13,7 +13,7 @@ import torch
 from click.testing import CliRunner
 
 from analyze.batching.batch import batch
-from analyze.batching.traces import find_traces
+from analyze.traces import find_traces
 from tests.analyze.batching.batches import counted, write
 from tracer import NetworkMessage, TraceWriter
 from tracer.errors import CaptureError, TraceUnreadableError
