@@ -235,10 +235,28 @@ def describe_class(name: str) -> dict[str, Any]:
 
 
 def instances(wanted: str | Subscriber | Iterable[str | Subscriber]) -> list[Any]:
-    """The subscribers in `wanted`: one or several, each an object or a text for `parse`."""
+    """The subscribers in `wanted`: one or several, each an object or a text for `parse`.
+
+    A text whose answers would be of the same kind as those of one before it gets a label made of its parameters.
+
+    Examples
+    --------
+    >>> [one.produces[0] for one in instances(["cka", "cka:against=final"])]
+    ['activations_cka', 'activations_cka_against_final']
+    """
     if isinstance(wanted, str) or not isinstance(wanted, Iterable):
         wanted = [wanted]
-    return [parse(one) if isinstance(one, str) else one for one in wanted]
+    made: list[Any] = []
+    taken: set[str] = set()
+    for one in wanted:
+        subscriber = parse(one) if isinstance(one, str) else one
+        options = _Wish.of(one).options if isinstance(one, str) else ()
+        named = any(_pair(option)[0] == _LABEL for option in options)
+        if options and not named and taken.intersection(subscriber.produces):
+            subscriber = subscriber.labelled("_".join(re.findall(r"[\w.\-]+", "_".join(sorted(options)))))
+        taken.update(subscriber.produces)
+        made.append(subscriber)
+    return made
 
 
 def canonical(text: str) -> str:

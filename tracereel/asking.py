@@ -88,6 +88,7 @@ if TYPE_CHECKING:
     "--no-verify",
     help="Do not compare the data with its checksums: faster, for a trace that `trace verify` has just passed.",
 )
+@options.flag("--all", "companions", help="Print nulls, residuals and statuses beside each answer, too.")
 @options.as_json
 def replay(
     trace: str,
@@ -99,6 +100,7 @@ def replay(
     reenact: str | None,
     attempt: int | None,
     no_verify: bool,
+    companions: bool,
     as_json: bool,
 ) -> None:
     """Feed a trace through subscribers, and print, write or plot what they answer."""
@@ -159,7 +161,7 @@ def replay(
         if as_json:
             _print_rows(results)
         elif outputs.out is None and outputs.tensorboard is None and len(results):
-            show(results.to_table())
+            show(results.to_table(companions=companions))
     if damage is not None:
         raise Refusal(f"{damage}; the answers are to what comes before that", Refusal.of(damage).exit_code)
     _note_silent(results, [subscriber for question in questions for subscriber in question.subscribers])
@@ -244,7 +246,7 @@ def _questions(reader: TraceReader, trace: str, specs: Sequence[str], filters: M
     for rank in reader.ranks:
         with wrong_usage():
             # subscribers keep state between messages, so each rank needs its own
-            subscribers = [registry.parse(spec) for spec in specs]
+            subscribers = registry.instances(specs)
         plan = tracer.plan(reader, *subscribers, rank=rank, **filters.of_a_rank)
         questions.append(_Question(reader, trace, rank, subscribers, filters, plan))
     return [question for question in questions if not question.plan.missing] or questions

@@ -132,7 +132,7 @@ HEADINGS: Mapping[str, Sequence[str]] = {
         *("chunk_bytes", "queue_bytes", "on_full", "strict", "commit_steps", "commit_seconds", "durable"),
     ),
     "Before it is done": ("only_plan", "dry_run", "certify_steps", "require_identical", "only_dry_run", "run_steps"),
-    "What is printed": ("values", "sort", "without_data", "markdown", "as_json"),
+    "What is printed": ("values", "sort", "without_data", "companions", "markdown", "as_json"),
     "How it is served": ("port", "no_open"),
 }
 """Headings of ``--help``, and the options below each. Options without a heading stand below "Options"."""

@@ -10,9 +10,10 @@ from numpy.typing import NDArray
 
 from analyze.tables import arrays, writing
 from analyze.tables.columns import COLUMNS, AnswerColumns, Answers, Row
+from analyze.tables.companions import companions_of, statuses_of
 from analyze.tables.layout import TextTable
 from analyze.tables.plotting import FORMATS, figure_of
-from analyze.tables.series import Series, series_of, table_of
+from analyze.tables.series import Series, place_of, series_of, table_of
 from analyze.tables.settings import columns_of
 from tracer.errors import UnknownNameError
 from tracer.messaging.messages import Message
@@ -199,13 +200,16 @@ class Results:
 
     def _repr_html_(self) -> str:
         """The summary, for notebooks."""
-        columns = ("kind", "module", "tag", "n", "first", "last", "min", "at", "max", "at", "trend")
+        columns = ("kind", "module", "tag", "n", "first", "last", "min", "at", "max", "at", "trend", "status")
+        hidden, (told, _) = companions_of(self.kinds), statuses_of(self._gathered())
         rows = [
             (one.kind, one.module, one.tag, one.n, one.first, one.last)
-            + (one.min, one.min_step, one.max, one.max_step, one.trend)
+            + (one.min, one.min_step, one.max, one.max_step, one.trend, told.get(place_of(one), ""))
             for one in self.summary()
+            if one.kind not in hidden
         ]
-        return table(columns, rows, repr(self))
+        kept = [at for at, name in enumerate(columns) if name != "status" or any(row[at] for row in rows)]
+        return table([columns[at] for at in kept], [[row[at] for at in kept] for row in rows], repr(self))
 
     def summary(self) -> list[Series]:
         """A summary per series: the number of answers, first, last, least and greatest value, and a sparkline.
@@ -214,12 +218,28 @@ class Results:
         """
         return series_of(self._gathered())
 
-    def to_table(self, rows: int = 40) -> TextTable:
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of the answers, in order of their first answers."""
+        return tuple(dict.fromkeys(stream.kind for stream in self._gathered().streams))
+
+    def to_table(self, rows: int = 40, *, companions: bool = False) -> TextTable:
         """A table for a terminal, by kind: every row if there are at most `rows`, else a line per series.
 
         Names that the tables shorten are complete in `summary` and in the files.
+
+        Parameters
+        ----------
+        rows : int
+        companions : bool
+            Whether to show nulls, residuals and statuses, which stand beside other answers. Without them, a status
+            that is not as it should be stands as a word beside its answer.
         """
-        return table_of(list(self) if len(self) <= rows else self.summary())
+        hidden = {} if companions else companions_of(self.kinds)
+        of_series, of_answers = ({}, {}) if companions else statuses_of(self._gathered())
+        if len(self) <= rows:
+            return table_of([row for row in self if row.kind not in hidden], of_answers)
+        return table_of([one for one in self.summary() if one.kind not in hidden], of_series)
 
     # -- writing --------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -164,8 +164,15 @@ def number(value: float) -> str:
     return re.sub(r"e([+-])0*", lambda found: "e-" if found[1] == "-" else "e", f"{value + 0.0:.4g}")
 
 
-def table_of(shown: Sequence[Row] | Sequence[Series]) -> TextTable:
-    """A table for a terminal: a line per row or series, by kind, and if there are several traces, by trace."""
+def table_of(shown: Sequence[Row] | Sequence[Series], told: Mapping[tuple[Any, ...], str] | None = None) -> TextTable:
+    """A table for a terminal: a line per row or series, by kind, and if there are several traces, by trace.
+
+    Parameters
+    ----------
+    shown : sequence of Row or Series
+    told : mapping, optional
+        The words for statuses, as `analyze.tables.companions.statuses_of` returns them.
+    """
     several, ranks = len({one.trace for one in shown}) > 1, any(one.rank for one in shown)
     groups: dict[str, list[Row | Series]] = {}
     for one in shown:
@@ -173,14 +180,22 @@ def table_of(shown: Sequence[Row] | Sequence[Series]) -> TextTable:
         groups.setdefault(printable(one.kind) + of, []).append(one)
     form = _ROWS if isinstance(next(iter(shown), None), Row) else _SERIES
     rows = [
-        (kind, _label(one, ranks), *(cell(one) for _, cell in form)) for kind, ones in groups.items() for one in ones
+        (kind, _label(one, ranks), *(cell(one) for _, cell in form), (told or {}).get(place_of(one), ""))
+        for kind, ones in groups.items()
+        for one in ones
     ]
-    columns = ("kind", "module", *(heading for heading, _ in form))
+    columns = ("kind", "module", *(heading for heading, _ in form), "status")
     kept = [at for at, name in enumerate(columns) if name not in _RARE or any(row[at] for row in rows)]
     return TextTable(
         [columns[at] for at in kept], [[row[at] for at in kept] for row in rows],
-        right=_NUMBERS, names=("module",), prose=("not finite",), group="kind",
+        right=_NUMBERS, names=("module",), prose=("not finite", "status"), group="kind",
     )  # fmt: skip
+
+
+def place_of(one: Row | Series) -> tuple[Any, ...]:
+    """What identifies a series, or an answer of it, among statuses."""
+    place = (one.trace, one.kind, one.module, one.tag, one.rank)
+    return (place, one.global_step, one.call) if isinstance(one, Row) else place
 
 
 def _label(one: Row | Series, ranks: bool) -> str:
@@ -202,7 +217,7 @@ def _at(step: int | None) -> str:
     return "" if step is None else f"@{step}"
 
 
-_RARE: Final = ("module", "index", "not finite")
+_RARE: Final = ("module", "index", "not finite", "status")
 """Columns that are left out where all their cells are empty."""
 _NUMBERS: Final = ("n", "first", "last", "min", "max", "at", "epoch", "step", "value")
 """Columns that are aligned to the right."""
