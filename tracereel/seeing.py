@@ -315,11 +315,11 @@ def report(
     if found.damage:
         conclude(DAMAGED)
     if as_json:
-        print_json(checked.as_json() | {"report": target, "remarks": found.remarks})
+        print_json(checked.as_json() | {"report": target, "remarks": found.gathered.remarks})
     else:
         tell(checked.verdict)
         click.echo(f"{target}  {Path(target).stat().st_size / 1e6:.1f} MB; open it in a browser")
-    for sentence in found.remarks:
+    for sentence in found.gathered.remarks:
         complain(sentence)
     if found.damage:
         complain(f"{found.damage}; the report shows what could be read")

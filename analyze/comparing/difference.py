@@ -8,7 +8,7 @@ from typing import Any
 
 from analyze.comparing.amounts import Amount
 from analyze.comparing.matching import Name
-from tracer.shown import json_of
+from tracer.shown import json_of, table
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,6 +260,15 @@ class Difference:
             whys[one.why] = whys.get(one.why, 0) + one.count
         told = "; ".join(f"{count:,} {'are ' if why.startswith('only') else ''}{why}" for why, count in whys.items())
         return f". Not compared: {counted(sum(whys.values()), 'message')}, of which {told}"
+
+    def _repr_html_(self) -> str:
+        """The verdict and the streams that differ, for notebooks."""
+        rows = [
+            (one.name.kind, one.name.module, one.name.tag, one.differing, one.parted, one.first or "")
+            for one in self.streams
+        ]
+        columns = ("kind", "module", "tag", "differing", "beyond the tolerance", "first")
+        return table(columns, rows, self.verdict)
 
     def as_json(self) -> dict[str, Any]:
         """The result in JSON values."""

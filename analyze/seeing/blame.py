@@ -25,6 +25,7 @@ from tracer.messaging.subscriber import can_run_again, run_again, summary
 from tracer.messaging.subscription import is_doubled
 from tracer.numbers.arrays import as_array
 from tracer.numbers.past import NORMAL, Past, median
+from tracer.shown import table
 from tracer.stores.locations import Anywhere
 from tracer.trace.reader import TraceReader
 
@@ -258,6 +259,12 @@ class Blame:
         else:
             beside = "" if math.isnan(one.usual) else f", where {one.usual:.4g} is usual for it"
         return f"the first to leave its past was {where} in step {one.step}: its norm was {one.value:.4g}{beside}"
+
+    def _repr_html_(self) -> str:
+        """The cause and the datapoints, for notebooks."""
+        found = [("why", self.why), *(("not examined", one) for one in self.unseen), ("recorded", self.recorded)]
+        rows = [(name, told) for name, told in [*found, ("to rank datapoints", self.more)] if told]
+        return table(("", ""), [*rows, *(("datapoint", str(one)) for one in self.suspects)], self.verdict)
 
     def as_json(self) -> dict[str, Any]:
         """All fields in JSON values; an unknown size or gradient is null."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+import html
 import os
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import dataclass, replace
+from typing import final
 
 from analyze.registry import instances
 from analyze.rules.rule import Rule, TableRule
@@ -21,6 +22,7 @@ from tracer.messaging.receiver import Receiver, describe
 from tracer.messaging.subscriber import Subscriber
 from tracer.messaging.subscription import is_doubled
 from tracer.replaying.plan import plan
+from tracer.shown import printable
 from tracer.stores.locations import Anywhere, Url
 from tracer.trace.reader import TraceReader
 
@@ -302,17 +304,52 @@ def reference(
     return gather(path, rules=(), rank=rank, kinds=kinds, grid=grid, grows=grows, guard=guard)
 
 
+@final
+@dataclass(frozen=True)
+class Report:
+    """A page about a run, as `report` returns it; a notebook shows the verdict, and the page in a frame.
+
+    Attributes
+    ----------
+    gathered : Gathered
+        What the page shows.
+    html : str
+        The page.
+    """
+
+    gathered: Gathered
+    html: str
+
+    @property
+    def checked(self) -> Checked:
+        """The verdict of the rules."""
+        return self.gathered.checked
+
+    @property
+    def damage(self) -> str:
+        """Why the trace could not be read to its end; empty if it could."""
+        return self.gathered.damage
+
+    def __repr__(self) -> str:
+        return f"Report({self.checked.verdict})"
+
+    def _repr_html_(self) -> str:
+        style = "width: 100%; height: 800px; border: 1px solid #8888"
+        frame = f'<iframe srcdoc="{html.escape(self.html)}" style="{style}" title="Report"></iframe>'
+        return f"<p>{html.escape(printable(self.checked.verdict))}</p>{frame}"
+
+
 def report(
     path: Anywhere | TraceReader,
-    out: str | os.PathLike[str],
+    out: str | os.PathLike[str] | None = None,
     *,
     against: Anywhere | Sequence[Anywhere] = (),
     metrics: str | Subscriber | Iterable[str | Subscriber] = (),
     rules: Wanted | None = None,
     rank: int | None = None,
     overwrite: bool = False,
-) -> Gathered:
-    """Write a report of a run: one HTML file that needs no network.
+) -> Report:
+    """Make a report of a run: one HTML page that needs no network. A notebook shows it.
 
     The trace is read once, through rules and metrics together. Memory is bounded: long series keep only their extremes.
     Of a distributed run, the pictures show one rank, and the findings cover all.
@@ -320,7 +357,7 @@ def report(
     Parameters
     ----------
     path : path, URL or TraceReader
-    out : path
+    out : path, optional
         The file to write.
     against : path or URL, or several
         Runs to compare with: the losses of all are drawn, and the heat map can show the run against the first.
@@ -335,9 +372,7 @@ def report(
 
     Returns
     -------
-    Gathered
-        What the page shows: ``.checked`` is the verdict of the rules, ``.damage`` why the trace could not be read to
-        its end.
+    Report
 
     Raises
     ------
@@ -350,13 +385,15 @@ def report(
     from analyze.seeing.page import page
 
     others = [against] if isinstance(against, str | os.PathLike | Url) else list(against)
-    with new_file(out, overwrite=overwrite) as temporary:
+    with nullcontext() if out is None else new_file(out, overwrite=overwrite) as temporary:
         with nullcontext(path) if isinstance(path, TraceReader) else TraceReader(path) as reader:
             found = gather(reader, metrics, rules=rules, rank=rank)
             _judge_other_ranks(found, reader, rules)
         references = [reference(one, found.grid, rank) for one in others]
-        Path(temporary).write_text(page(found, references), encoding="utf-8", errors="backslashreplace")
-    return found
+        text = page(found, references)
+        if temporary is not None:
+            temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
+    return Report(found, text)
 
 
 def _judge_other_ranks(found: Gathered, reader: TraceReader, rules: Wanted | None) -> None:

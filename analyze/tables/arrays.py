@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
@@ -50,19 +51,31 @@ def dataset_of(answers: AnswerColumns, kinds: str | Iterable[str] | None = None)
         values = list(
             dict.fromkeys(value for kind, frame in frames.items() if axis in axes[kind] for value in frame[axis])
         )
-        if values or axis in ("step", "layer"):
-            is_number = axis in ("rank", "step", "call")
+        if axis != "step" and (values or axis == "layer"):
+            is_number = axis in ("rank", "call")
             coordinates[axis] = (axis, np.array(sorted(values), np.int64) if is_number else words(values))
-    coordinates["step"] = (*coordinates["step"], {"long_name": "global step"})
-    for name in ("epoch", "train_step"):
-        pairs = {pair for frame in frames.values() for pair in zip(frame["step"], frame[name], strict=True)}
-        if len(pairs) == len(coordinates["step"][1]):  # all answers of a step agree
-            coordinates[name] = ("step", np.array([value for _, value in sorted(pairs)], np.int64))
+    # a variable with NaN at the steps of others would be a line with holes
+    steps = {kind: tuple(sorted(set(frame["step"]))) for kind, frame in frames.items()}
+    most = Counter(steps.values()).most_common(1)
+    shared = most[0][0] if most else ()
+    axis_of: dict[tuple[int, ...], str] = {shared: "step"}
+    step_of = {kind: axis_of.setdefault(own, f"step_{kind}") for kind, own in steps.items()}
+    for axis in {"step": None, **dict.fromkeys(step_of.values())}:
+        these = [frame for kind, frame in frames.items() if step_of[kind] == axis]
+        at = np.array(sorted({step for frame in these for step in frame["step"]}), np.int64)
+        coordinates[axis] = (axis, at, {"long_name": "global step"})
+        for name in ("epoch", "train_step"):
+            pairs = {pair for frame in these for pair in zip(frame["step"], frame[name], strict=True)}
+            if len(pairs) == len(at):  # all answers of a step agree
+                called = name if axis == "step" else f"{name}{axis.removeprefix('step')}"
+                coordinates[called] = (axis, np.array([value for _, value in sorted(pairs)], np.int64))
     variables = {}
     for kind, frame in frames.items():
         # xarray would take a variable with the name of an axis for its coordinate
         name = f"{kind}_value" if kind in coordinates else kind
-        variables[name] = _variable(answers, kind, frame, {axis: coordinates[axis][1] for axis in axes[kind]})
+        along = {axis: coordinates[step_of[kind] if axis == "step" else axis][1] for axis in axes[kind]}
+        dims, *rest = _variable(answers, kind, frame, along)
+        variables[name] = ([step_of[kind] if axis == "step" else axis for axis in dims], *rest)
     traces = {stream.trace for stream in answers.streams}
     return xr.Dataset(variables, coordinates, {"trace": traces.pop()} if len(traces) == 1 else {})
 
@@ -129,7 +142,8 @@ def _variable(answers: AnswerColumns, kind: str, frame: Any, along: Mapping[str,
         values[tuple(where)] = np.array(answers.values)[np.array(answers.starts)[frame.index]]
     for at, shape, *index in zip(frame.index, shapes, *where, strict=True) if longest else ():
         values[(*index, *map(slice, shape))] = np.array(answers.numbers(at)).reshape(shape)
-    return (*along, *(f"{kind}_axis{axis}" for axis in range(len(longest)))), values, _attributes(kind, frame, along)
+    dims = [*along, *(f"{kind}_axis{axis}" for axis in range(len(longest)))]
+    return dims, values, _attributes(kind, frame, along)
 
 
 def _attributes(kind: str, frame: Any, along: Iterable[str]) -> dict[str, Any]:

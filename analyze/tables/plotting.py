@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import math
 import textwrap
 from collections.abc import Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
@@ -169,11 +171,24 @@ def _figure(width: float, height: float) -> Figure:
     """An empty figure, in inches, that is not registered with pyplot."""
     needed("a figure", "matplotlib", "plot")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), layout="constrained")
+    figure: Figure = _shown_figure()(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure
+
+
+@cache
+def _shown_figure() -> type[Figure]:
+    """A class of figures that notebooks show without ``%matplotlib inline``."""
+    from matplotlib.figure import Figure
+
+    class ShownFigure(Figure):
+        def _repr_png_(self) -> bytes:
+            data = io.BytesIO()
+            self.savefig(data, format="png", dpi=100)
+            return data.getvalue()
+
+    return ShownFigure
 
 
 def _courses(answers: AnswerColumns) -> dict[str, list[_Course]]:

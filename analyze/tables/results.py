@@ -314,8 +314,9 @@ class Results:
         """The answers as an `xarray.Dataset`: a variable per kind, with the axes ``step`` and ``layer``.
 
         What all answers of a kind share (trace, subscriber, tag, rank, call) is in the attributes of the variable; a
-        field that differs becomes an axis. Kinds that only the network has lack the axis ``layer``. Array answers have
-        further axes, as long as the longest array. Missing answers are NaN.
+        field that differs becomes an axis. Kinds with other steps than most have an axis ``step_KIND`` of their own.
+        Kinds that only the network has lack the axis ``layer``. Array answers have further axes, as long as the longest
+        array. Missing answers are NaN.
 
         Parameters
         ----------

@@ -23,7 +23,7 @@ from tracer.trace.attempts import Counting, PartSpan
 from tracer.trace.data import Blocks, Data, itemsizes
 from tracer.trace.holes import Hole, holes_of, noted, sentences
 from tracer.trace.merging import Parts, joint, merged
-from tracer.trace.streams import StreamInfo, described
+from tracer.trace.streams import StreamInfo, Streams, described
 
 Position = Sequence[PartSpan]
 """A position between messages of a trace: an empty span of each part."""
@@ -226,7 +226,7 @@ class Described:
             return self._whole.streams
         if self._infos is None:
             self._infos = self._described()
-        return list(self._infos)
+        return Streams(self._infos)
 
     @collector_waits()
     def _described(self) -> list[StreamInfo]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,7 @@ from tracer.format.summaries import FACTS, Fact, Summary
 from tracer.format.tables import Stream
 from tracer.messaging.messages import DEFAULT_TAG
 from tracer.messaging.subscription import passes
+from tracer.shown import table
 from tracer.stores.locations import Location
 
 Steps = tuple[int | None, int | None] | tuple[int | None, int | None, int | None]
@@ -152,6 +153,22 @@ def _range(steps: Steps | None) -> tuple[int, int | None, int]:
     if start < 0 or (stop is not None and stop < start) or stride < 1:
         raise CaptureError(f"steps go up from 0: {steps!r} has a negative, reversed or standing part")
     return start, stop, min(stride, np.iinfo(np.int64).max)
+
+
+@final
+class Streams(list["StreamInfo"]):
+    """The streams of a trace; notebooks show them as a table."""
+
+    def _repr_html_(self) -> str:
+        columns = ("kind", "module", "tag", "dtype", "shapes", "messages", "steps")
+        rows = [
+            (
+                *(one.kind, "the network" if one.module is None else one.module or "(root)", one.tag, one.dtype),
+                *(", ".join(map(str, one.shapes[:2])), one.count, " to ".join(map(str, one.steps or ()))),
+            )
+            for one in self
+        ]
+        return table(columns, rows, f"{len(self):,} streams")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -285,7 +285,7 @@ def of_ranks(tmp_path: Path) -> Path:
 def test_the_verdict_is_that_of_all_ranks(of_ranks: Path, rank: int | None) -> None:
     """As `check` gives it, whichever rank is drawn; findings name their ranks."""
     page = of_ranks.parent / "page.html"
-    found, checked = report(of_ranks, page, rank=rank), check(of_ranks)
+    found, checked = report(of_ranks, page, rank=rank).gathered, check(of_ranks)
     assert found.checked == checked
     assert {one.rank for one in checked.findings} == {1, 2}
     assert found.checked.verdict.startswith("error: not_finite in activations of fc1 (rank 2) at step 33")

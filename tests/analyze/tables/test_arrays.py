@@ -49,7 +49,7 @@ def test_each_number_is_at_its_place(results: analyze.Results) -> None:
     """And nothing else is there: as many numbers as rows."""
     found = results.to_xarray()
     for row in results:
-        at: dict[str, Any] = {"step": row.global_step}
+        at: dict[str, Any] = {next(dim for dim in found[row.kind].dims if dim.startswith("step")): row.global_step}
         if row.module:
             at["layer"] = row.module
         one = found[row.kind].sel(at)
@@ -71,6 +71,11 @@ def test_axes_and_coordinates(results: analyze.Results) -> None:
     assert found["train_step"].values.tolist() == [0, 2, 1]
     assert found.attrs == {"trace": "run.zarr"}
     assert {found[kind].dtype for kind in found.data_vars} == {np.dtype("float64")}
+    # of other steps than most: an axis of their own, without NaN at the steps of others
+    assert found["activations_svcca"].dims == found["activations_svcca_null"].dims == ("step_activations_svcca", "layer")
+    assert found["step_activations_svcca"].values.tolist() == sorted(
+        {row.global_step for row in results if row.kind == "activations_svcca"}
+    )
     frame = found["weights_norm2"].to_pandas()
     assert math.isnan(frame.loc[2, "conv"])
 
