@@ -54,7 +54,7 @@ FLOORS: list[set[str]] = [
 LINES = {
     "analyze": 818,
     "analyze/batching": 2029,
-    "analyze/comparing": 2299,
+    "analyze/comparing": 2300,
     "analyze/metrics": 7069,
     "analyze/rules": 3070,
     "analyze/seeing": 3414,  # runs beside each other

@@ -108,6 +108,10 @@ class StreamDifference:
         return asdict(self.name) | json_of(self, "compared", "differing", "parted", "first", "largest")
 
 
+_SHOWN = 12
+"""How many streams a notebook shows."""
+
+
 @dataclass(frozen=True, slots=True)
 class Uncompared:
     """Messages that could not be compared.
@@ -265,7 +269,7 @@ class Difference:
         """The verdict and the streams that differ, for notebooks."""
         rows = [
             (one.name.kind, one.name.module, one.name.tag, one.differing, one.parted, one.first or "")
-            for one in self.streams
+            for one in self.streams[:_SHOWN]
         ]
         columns = ("kind", "module", "tag", "differing", "beyond the tolerance", "first")
         return table(columns, rows, self.verdict)

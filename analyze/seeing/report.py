@@ -306,7 +306,7 @@ def reference(
 
 @final
 @dataclass(frozen=True)
-class Report:
+class ReportPage:
     """A page about a run, as `report` returns it; a notebook shows the verdict, and the page in a frame.
 
     Attributes
@@ -331,7 +331,7 @@ class Report:
         return self.gathered.damage
 
     def __repr__(self) -> str:
-        return f"Report({self.checked.verdict})"
+        return f"ReportPage({self.checked.verdict})"
 
     def _repr_html_(self) -> str:
         style = "width: 100%; height: 800px; border: 1px solid #8888"
@@ -348,7 +348,7 @@ def report(
     rules: Wanted | None = None,
     rank: int | None = None,
     overwrite: bool = False,
-) -> Report:
+) -> ReportPage:
     """Make a report of a run: one HTML page that needs no network. A notebook shows it.
 
     The trace is read once, through rules and metrics together. Memory is bounded: long series keep only their extremes.
@@ -372,7 +372,7 @@ def report(
 
     Returns
     -------
-    Report
+    ReportPage
 
     Raises
     ------
@@ -393,7 +393,7 @@ def report(
         text = page(found, references)
         if temporary is not None:
             temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
-    return Report(found, text)
+    return ReportPage(found, text)
 
 
 def _judge_other_ranks(found: Gathered, reader: TraceReader, rules: Wanted | None) -> None:

@@ -72,7 +72,9 @@ def test_axes_and_coordinates(results: analyze.Results) -> None:
     assert found.attrs == {"trace": "run.zarr"}
     assert {found[kind].dtype for kind in found.data_vars} == {np.dtype("float64")}
     # of other steps than most: an axis of their own, without NaN at the steps of others
-    assert found["activations_svcca"].dims == found["activations_svcca_null"].dims == ("step_activations_svcca", "layer")
+    assert (
+        found["activations_svcca"].dims == found["activations_svcca_null"].dims == ("step_activations_svcca", "layer")
+    )
     assert found["step_activations_svcca"].values.tolist() == sorted(
         {row.global_step for row in results if row.kind == "activations_svcca"}
     )
