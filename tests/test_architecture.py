@@ -57,7 +57,7 @@ LINES = {
     "analyze/comparing": 2300,
     "analyze/metrics": 7069,
     "analyze/rules": 3070,
-    "analyze/seeing": 3414,  # runs beside each other
+    "analyze/seeing": 3452,  # runs beside each other
     "analyze/tables": 1300,  # settings that differ between runs
     "cli.py": 3,
     "tracer": 723,
@@ -71,7 +71,7 @@ LINES = {
     "tracer/stores": 3312,  # names of axes, dimension scales and consolidated documents, so that other programs read
     "tracer/trace": 3518,  # the step of each row, for other programs
     "tracer/upkeep": 1175,
-    "tracereel": 3201,  # --name, --tag, --sort, a plot of several runs
+    "tracereel": 3234,  # --name, --tag, --sort, a plot of several runs
 }
 
 

@@ -218,3 +218,21 @@ def _nobody_reads() -> bool:
         os.dup2(nowhere, stdout)
         os.close(nowhere)
     return gone
+
+
+@click.command("help", cls=Command, examples=["trace help", "trace help record"])
+@click.argument("name", required=False)
+@click.pass_context
+def help_of(ctx: click.Context, name: str | None) -> None:
+    """Show the help of a command, as --help behind it does; without NAME, all commands."""
+    parent = ctx.parent
+    assert parent is not None
+    group = parent.command
+    assert isinstance(group, click.Group)
+    if name is None:
+        click.echo(group.get_help(parent))
+        return
+    command = group.get_command(parent, name)
+    if command is None:
+        raise click.UsageError(str(UnknownNameError.of("command", name, group.list_commands(parent))), parent)
+    click.echo(command.get_help(click.Context(command, parent=parent, info_name=name)))

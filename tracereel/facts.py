@@ -6,6 +6,7 @@ form are shown in short.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -151,6 +152,8 @@ def overview(info: Mapping[str, Any]) -> Iterator[Line]:
         for what, about in note.items():
             if what not in ("indices", "dropped"):  # the indices of fixed random choices are for programs
                 words = _NOTES.get(what)
+                if what == "schedule":
+                    words = functools.partial(_schedule, info["header"].get("capture"))
                 yield from _below(what, [_in_short(about)] if words is None else _texts(words, about))
 
 
@@ -196,8 +199,7 @@ def _contents(info: Mapping[str, Any]) -> Iterator[Line]:
     yield "steps", span(info["steps"])
     yield "epochs", span(info["epochs"])
     yield "holds", f"{info['messages']:,} messages in {info['streams']:,} streams, {size(info['bytes'])}"
-    ratio = info["bytes"] / max(1, info["stored_bytes"])
-    yield "on disk", f"{size(info['stored_bytes'])}, with everything; {ratio:.2f} bytes of data for each"
+    yield "on disk", f"{size(info['stored_bytes'])} for {size(info['bytes'])} of data"
     kinds = [f"{kind} {count:,}" for kind, count in info["kinds"].items()]
     if kinds:
         yield "kinds", ", ".join(kinds)
@@ -311,27 +313,29 @@ def _stopped(about: Mapping[str, Any]) -> str:
     return f"at {about['by']} ({about[about['by']]:,}): nothing from step {about['global_step']} on"
 
 
-def _schedule(about: Mapping[str, Any]) -> str:
+def _schedule(captures: Any, about: Mapping[str, Any]) -> str:
     """A change of how often captures record, with its step and reason."""
     step, why = about["global_step"], about["why"]
     if about.get("left_out"):
         return f"step {step} is left out ({why})"
-    changes = [
-        f"capture {one['capture']}{_few_kinds(one.get('kinds') or ())} every {_change(one['every'])}"
-        + (f" in bursts of {_change(one['burst'])}" if "burst" in one else "")
-        for one in about["captures"]
-    ]
+    changes: dict[str, None] = {}
+    for one in about["captures"]:
+        every = one["every"][-1]
+        often = "each step" if every == 1 else f"each {every:,}th step"
+        burst = f" in bursts of {one['burst'][-1]}" if "burst" in one else ""
+        changes[f"{_captured(captures[one['capture']], one.get('kinds') or ())} at {often}{burst}"] = None
     return f"from step {step} on {', '.join(changes) or 'nothing else'} ({why})"
 
 
-def _few_kinds(kinds: Sequence[str]) -> str:
-    """Some kinds of a capture; empty for all kinds."""
+def _captured(capture: Mapping[str, Any], some: Sequence[str]) -> str:
+    """What a capture records, or `some` of its kinds, in short."""
+    kinds = some or capture["kinds"] or ()
+    if capture["reduce"] is not None and not some:
+        return "hashes" if capture["reduce"] == "hash" else str(capture["reduce"])
+    if "optimizer_state" in kinds:
+        return "keyframes"
     more = f" and {len(kinds) - 2} more" if len(kinds) > 2 else ""
-    return f" ({', '.join(kinds[:2])}{more})" if kinds else ""
-
-
-def _change(pair: Sequence[Any]) -> str:
-    return " → ".join(map(str, pair))
+    return f"{', '.join(kinds[:2])}{more}" if kinds else "everything"
 
 
 _OUTCOMES = {"identical": "identical", "partial": "verified only in part", "unfinished": "ended too early"}
@@ -352,7 +356,6 @@ _NOTES: Mapping[str, Callable[[Any], str]] = {
     "problem": lambda about: "{what}: {why} ({count} times)".format_map({"count": 1, **about}),
     "overflowed": _overflowed,
     "stopped": _stopped,
-    "schedule": _schedule,
     "unended": (
         "{passes} forwards after the last step have the number {global_step}, and are of no training step; "
         "run.tag(...) or model.eval() around them tells them apart"

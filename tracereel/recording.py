@@ -311,7 +311,17 @@ def record(
     )
     if watch is not None and (watch.stopped is not None or (code == 0 and watch.reached)):
         code = FOUND
+    if code == WRONG_USAGE:
+        _tell_of_own_options(program[1:] if module is None else program, module or program[0])
     click.get_current_context().exit(code)
+
+
+def _tell_of_own_options(words: Sequence[str], script: str) -> None:
+    """Name options of this command among the words for a script that has refused its command line."""
+    own = {name for one in click.get_current_context().command.params for name in one.opts if name.startswith("--")}
+    meant = dict.fromkeys(word.partition("=")[0] for word in words if word.partition("=")[0] in own)
+    for name in meant:
+        say(f"{name} is an option of trace record, too: put it before {script}, and the script does not get it")
 
 
 def _refuse_contradictions(given: Mapping[str, Any], rehearsals: Rehearsals) -> None:

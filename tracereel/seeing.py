@@ -6,7 +6,7 @@ import html
 import math
 import webbrowser
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -72,6 +72,7 @@ def check(
     says when a rule fires. Where some of several traces cannot be read, the exit code is 4.
     """
     from analyze.seeing.check import rules_of
+    from analyze.seeing.commands import next_commands
 
     with wrong_usage():
         asked = rules_of(rules or None)
@@ -85,7 +86,9 @@ def check(
     if as_json:
         print_json(found.as_json())
     else:
-        _print(found, chosen=bool(rules))
+        with tracer.open(traces[0]) as reader:
+            commands = [] if rules else next_commands(found, reader.header)
+        _print(found, commands, chosen=bool(rules))
     if found.damage:
         complain(f"{found.damage}; the answer is to what comes before that")
 
@@ -142,8 +145,11 @@ def _check_several(
         print_json(told)
 
 
-def _print(found: Checked, *, chosen: bool) -> None:
-    """Print the verdict, the findings in order of time, and what each rule judged; `chosen`: the user named rules."""
+def _print(found: Checked, commands: Iterable[str], *, chosen: bool) -> None:
+    """Print the verdict, the findings in order of time, what each rule judged, and what to type next.
+
+    `chosen`: the user named rules.
+    """
     from analyze.rules.coverage import in_table
     from analyze.seeing.check import TO_COMPARE
 
@@ -171,6 +177,8 @@ def _print(found: Checked, *, chosen: bool) -> None:
         tell(f"could not judge: {name}: {why}")
     if not (found.probed or chosen):
         tell(TO_COMPARE)
+    for command in commands:
+        tell(f"next: {command}")
 
 
 def _row(found: Finding) -> tuple[object, ...]:

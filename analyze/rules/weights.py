@@ -152,7 +152,7 @@ def _is_matrix(column: TableColumn) -> bool:
 _FORGOTTEN, _FROZEN, _AMONG_MOST, _STOPPED, _ZERO, _UNKNOWN = range(6)
 _WHY = (
     "it asks for gradients, and gets them",
-    "it asks for no gradient",
+    "it is frozen (requires_grad=False)",
     "it gets gradients, but the steps change no more than half of the network's weights",
     "steps before had changed it",
     "its gradients are zero",

@@ -252,7 +252,8 @@ class Blame:
     def _departed(self) -> str:
         one = self.departure
         if one is None:
-            return f"no stream left its own past there or in the {_BEFORE} recorded steps before"
+            first = max(0, (self.step or 0) - _BEFORE)
+            return f"nothing that was recorded at steps {first} to {self.step} looks unusual"
         where = one.kind if one.module is None else f"{one.kind} of {one.module or 'the root'}"
         if math.isfinite(one.value) and one.usual > 0:
             beside = f", {one.value / one.usual:.3g} times what is usual for it"

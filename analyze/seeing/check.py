@@ -18,7 +18,7 @@ from analyze.rules.coverage import together as coverage_of
 from analyze.rules.finding import Finding, Severity
 from analyze.rules.rule import Rule, TableRule
 from analyze.rules.tables import ByTables, Reader
-from tracer.errors import MessageError, StopTraining, TraceCorruptError
+from tracer.errors import MessageError, StopTraining, TraceCorruptError, UnknownNameError
 from tracer.format.journal import Column
 from tracer.messaging.messages import DEFAULT_TAG, KINDS, Message
 from tracer.messaging.receiver import Receiver
@@ -194,7 +194,15 @@ def rules_of(wanted: Wanted | None = None) -> list[Rule]:
     >>> [rule.name for rule in rules_of(["dead_units:share=0.9", "not_finite"])]
     ['dead_units', 'not_finite']
     """
-    found = instances(list(RULES) if wanted is None else wanted)
+    try:
+        found = instances(list(RULES) if wanted is None else wanted)
+    except UnknownNameError as error:
+        texts = [wanted] if isinstance(wanted, str) else wanted if isinstance(wanted, Iterable) else ()
+        names = [one.partition(":")[0].strip() for one in texts if isinstance(one, str)]
+        missing = next((name for name in names if name not in RULES and repr(name) in str(error)), None)
+        if missing is None:
+            raise
+        raise UnknownNameError.of("rule", missing, RULES) from error
     for one in found:
         if not isinstance(one, Rule):
             raise MessageError(f"{one.name or type(one).__name__} is a metric and no rule: it has no opinion")

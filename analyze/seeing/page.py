@@ -18,6 +18,7 @@ from markupsafe import Markup
 
 from analyze.rules.coverage import in_table
 from analyze.seeing.check import Checked
+from analyze.seeing.commands import next_commands
 from analyze.seeing.curves import SELECTED, arrays_panel, curves_panel, lines_of, loss_panel, losses, rates_panel
 from analyze.seeing.gathered import Gathered, Layer, layers
 from analyze.seeing.heat import heat_panel, zoom_panel
@@ -52,7 +53,10 @@ def page(found: Gathered, references: Sequence[Gathered] = ()) -> str:
     TracerError
         If Bokeh is not installed.
     """
-    panels = panels_of(found, references, steps_of(found))
+    # a page with a server may be asked for histograms later, this page may not
+    panels = [
+        one for one in panels_of(found, references, steps_of(found)) if one.name != "arrays" or one.picture is not None
+    ]
     pictures = {one.name: one.picture for one in panels if one.picture is not None}
     script, places = components(pictures, wrap_script=False) if pictures else ("", {})
     return html_of(found, references, panels, places, script)
@@ -86,6 +90,7 @@ def panels_of(
         A part of the run in more detail, which the pictures over the steps show instead of `found`.
     """
     order = layers(found)
+    listed = [one for one in order if any(text for text, _, kind in _cells(one) if kind != "name")]
     shown = found if closer is None else closer
     packs, known = lines_of(shown, order)
     return [
@@ -94,7 +99,7 @@ def panels_of(
         rates_panel(shown, steps),
         heat_panel(shown, references[0] if references else None, order, steps),
         zoom_panel(found, order),
-        layers_panel(order, set(known), known[:SELECTED]),
+        layers_panel(listed or order, set(known), known[:SELECTED]),
         rules_panel(found.checked),
         curves_panel(shown, packs, steps),
         arrays_panel(shown, order, steps),
@@ -174,7 +179,9 @@ def header_of(found: Gathered, references: Sequence[Gathered]) -> str:
     if found.damage:
         warnings.append("This page shows what could be read")
     verdict = found.checked.verdict.removeprefix(f"{severity}: ")
-    return part("heading", severity, verdict, warnings, [*lines, *found.remarks])
+    header = found.info.get("header")
+    commands = next_commands(found.checked, header if isinstance(header, Mapping) else {})
+    return part("heading", severity, verdict, warnings, [*lines, *found.remarks], commands)
 
 
 def _extent(found: Gathered) -> str:

@@ -212,7 +212,7 @@ def branch_detached() -> None:
 
 @faulty("unchanged", ("2",), step=0)
 def frozen_by_mistake() -> None:
-    """A layer asks for no gradient."""
+    """A layer is frozen (`requires_grad=False`)."""
     model = network()
     model[2].requires_grad_(False)
     learn(model, adam(model), points())

@@ -257,7 +257,7 @@ def test_structured_outputs(structure: str, backend: str) -> None:
 def test_other_containers_keep_their_gradients_to_themselves(build: Any) -> None:
     """A container of the user's own class is not built anew: what is missing is told, and the activations are there."""
     make = lambda: Unpacking(build, lambda r: (r.one, r.other) if isinstance(r, Result) else tuple(r.values()))  # noqa: E731
-    with pytest.warns(RuntimeWarning, match="layer_gradients of 'part' is not observed: inside torch.compile"):
+    with pytest.warns(RuntimeWarning, match="layer_gradients of 'part' is not recorded: inside torch.compile"):
         recorded = train(make, "aot_eager", modules=["part"], steps=3)
     assert {key[-1] for key in recorded.data if key[0] == "activations"} == {"one", "other"}
     assert not [key for key in recorded.data if key[0] == "layer_gradients"]

@@ -84,7 +84,7 @@ def test_what_torch_leaves_uncompiled_stays_so(late: bool) -> None:
             model.compile(backend="eager")
         return model
 
-    told = r"the forward of Sequential, 'first', 'head' is not observed: torch compiles nothing"
+    told = r"the forward of Sequential, 'first', 'head' is not recorded: torch compiles nothing"
     with pytest.warns(RuntimeWarning, match=told):
         recorded = unchanged(make, None, optimizer=sgd, loop=compiling, steps=3)
     assert graphs() == 1  # of what is inside and of a class of its own
@@ -227,7 +227,7 @@ def test_a_part_that_was_compiled_too_early_is_named() -> None:
         loop(model, sgd(model), 1)
         return model
 
-    with pytest.warns(RuntimeWarning, match="the inside of '0' is not observed"):
+    with pytest.warns(RuntimeWarning, match="the inside of '0' is not recorded"):
         recorded = unchanged(begun, None, optimizer=sgd, steps=2)
     assert recorded.exporter is not None
     assert len(recorded.exporter.problems) == 1

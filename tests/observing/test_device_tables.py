@@ -324,7 +324,7 @@ def test_a_row_that_was_not_read_in_time_is_left_out(tmp_path: Path) -> None:
             model(x).sum().backward()
             if step == 2:
                 with pytest.warns(
-                    RuntimeWarning, match="activations of first is not observed: it was changed in place"
+                    RuntimeWarning, match="activations of first is not recorded: it was changed in place"
                 ):
                     optimizer.step()
             else:

@@ -180,7 +180,7 @@ def test_a_batched_probe_leaves_out_what_it_cannot_put_together() -> None:
     model, x = nn.LSTM(3, 4, batch_first=True), torch.randn(5, 2, 3)
     exporter, heard = watch(model)
     exporter.probe("whole", x)
-    with pytest.warns(RuntimeWarning, match="in probe 'parts' is not observed: its first axis is not the datapoints"):
+    with pytest.warns(RuntimeWarning, match="in probe 'parts' is not recorded: its first axis is not the datapoints"):
         exporter.probe("parts", x, batch_size=2)
     exporter.detach()
     assert [one.leaf for one in find(heard, "activations", "", tag="whole")] == ["0", "1.0", "1.1"]

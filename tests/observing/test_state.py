@@ -144,7 +144,7 @@ def test_a_keyframe_that_would_lack_something_is_none(tmp_path: Path) -> None:
     model = net()
     optimizer = OPTIMIZERS["sgd"](model.parameters())
     captures = [Capture(kinds=["weights"], elements=2), Capture(kinds=STATE_KINDS)]
-    with pytest.warns(RuntimeWarning, match="a keyframe is not observed: no capture takes the weights of '0'"):
+    with pytest.warns(RuntimeWarning, match="a keyframe is not recorded: no capture takes the weights of '0'"):
         with tracer.record(tmp_path / "run.zarr", model, optimizer, capture=captures):
             train(model, optimizer, 2)
     other = nn.Linear(2, 2)

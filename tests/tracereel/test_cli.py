@@ -307,3 +307,33 @@ def test_streams_that_are_closed(tmp_path: Path, command: tuple[str, ...]) -> No
             numbers = [1, 2] if "2" in closed else [1]
             done = processes.run([sys.executable, "-c", CLOSED.format(numbers), *words], **given)
         assert (done.returncode, done.stderr.count("Error")) == (0, 0), done.stderr
+
+
+def test_help_is_a_command_too() -> None:
+    """`trace help NAME` says what `trace NAME --help` says; a misspelt name is told."""
+    assert run("help", "record").stdout == run("record", "--help").stdout
+    assert run("help").stdout == run("--help").stdout
+    told = run("help", "recrod")
+    assert told.exit_code == 2
+    assert "did you mean 'record'" in told.stderr
+
+
+def test_a_misspelt_rule_lists_rules(each_trace: Path) -> None:
+    """And no metrics, which are subscribers as well."""
+    told = run("check", each_trace, "--rule", "loss_spik")
+    assert told.exit_code == 2
+    assert "there is no rule 'loss_spik'; did you mean 'loss_spike'" in told.stderr
+    assert "svcca" not in told.stderr
+
+
+def test_an_own_option_behind_the_script_is_told(tmp_path: Path) -> None:
+    """Where the script refuses it; a script that takes it gets it without a word."""
+    script = tmp_path / "train.py"
+    script.write_text("import argparse\nargparse.ArgumentParser().parse_args()\n")
+    words = [sys.executable, "-m", "tracereel", "record", "--out", str(tmp_path / "run.zarr"), str(script)]
+    told = subprocess.run([*words, "--every", "10"], capture_output=True, text=True, timeout=120)
+    assert told.returncode == 2
+    assert f"--every is an option of trace record, too: put it before {script}" in told.stderr
+    script.write_text("import argparse\np = argparse.ArgumentParser()\np.add_argument('--every')\np.parse_args()\n")
+    told = subprocess.run([*words, "--every", "10"], capture_output=True, text=True, timeout=120)
+    assert "put it before" not in told.stderr

@@ -187,7 +187,7 @@ class Problems:
         known = self._known[what, why] = {"what": what, "why": why, "count": 1, "global_step": self._clock.step}
         self.all.append(known)
         if warn:
-            warn_only(f"{what} is not observed: {why}; the training goes on", stacklevel=3)
+            warn_only(f"{what} is not recorded: {why}; the training goes on", stacklevel=3)
 
     def failed(self, what: str, error: Exception) -> None:
         """Note an exception that ended an observation; raise it under `strict` or if a signal handler raised it."""

@@ -247,7 +247,7 @@ def test_the_command(tmp_path: Path) -> None:
     words = ["blame", str(tmp_path / "run.zarr"), "--step", "11", "--most", "2"]
     printed = CliRunner().invoke(main, words, prog_name="trace")
     assert printed.exit_code == 0
-    assert printed.stdout.startswith("step 11: no stream left its own past")
+    assert printed.stdout.startswith("step 11: nothing that was recorded at steps 8 to 11 looks unusual")
     assert "not seen: no layer_inputs were recorded" in printed.stdout
     told = json.loads(CliRunner().invoke(main, [*words, "--json"], prog_name="trace").stdout)
     assert len(told["suspects"]) == 2

@@ -24,11 +24,11 @@ VOID = {"meta", "input", "br"}
 TAGS = {
     *("html", "head", "meta", "title", "style", "body", "header", "button", "h1", "h2", "p", "span", "nav", "a", "div"),
     *("label", "input", "main", "section", "figure", "figcaption", "fieldset", "legend", "select", "option", "table"),
-    *("thead", "tbody", "tr", "th", "td", "h3", "dl", "dt", "dd", "details", "summary", "script", "br"),
+    *("thead", "tbody", "tr", "th", "td", "h3", "dl", "dt", "dd", "details", "summary", "script", "br", "code"),
 }
 """What the page is made of, and nothing else."""
-PARTS = ["loss", "rates", "heat", "zoom", "layers", "rules", "curves", "arrays", "similarity", "provenance"]
-"""In this order."""
+PARTS = ["loss", "rates", "heat", "zoom", "layers", "rules", "curves", "similarity", "provenance"]
+"""In this order; without metrics whose answers are arrays there is no part of them."""
 
 
 class Parsed(HTMLParser):
@@ -94,7 +94,14 @@ def test_the_page_begins_with_the_verdict(gathered: Gathered) -> None:
     layers = [one["data-layer"] for tag, one in parsed.tags if tag == "input" and "data-layer" in one]
     assert layers[0] == "fc1"
     assert set(layers) == set(LAYERS)
-    for told in ("train.py --lr 0.1", "torch 7", "could not judge", "it was not asked whether"):
+    for told in (
+        "train.py --lr 0.1",
+        "torch 7",
+        "trace blame",
+        f"--step {gathered.checked.findings[0].first}",
+        "could not judge",
+        "it was not asked whether",
+    ):
         assert told in parsed.text
 
 
@@ -172,7 +179,7 @@ def test_damage_of_a_reference_is_told(tmp_path: Path, gathered: Gathered) -> No
 def test_metrics_that_were_asked_are_there(run: Path) -> None:
     """Curves among the measures, arrays in a part of their own; what was not to be had is said."""
     parsed = Parsed(page_of(run, metrics=("spectral_norm", "histogram:bins=5", "cka:tag=probe")))
-    assert parsed.parts == PARTS
+    assert parsed.parts == [*PARTS[:7], "arrays", *PARTS[7:]]
     data = json.loads(next(text for one, text in parsed.scripts if one.get("type") == "application/json"))
     titles = {one["title"]: one for one in data["curves"]["measures"]}
     assert titles["weights_spectral_norm"]["by"] == "spectral_norm"
