@@ -100,7 +100,7 @@ def test_what_a_page_shows_runs(
     assert says in run(sys.executable, "-W", "error", str(program))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "llms.txt"], ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
     """A link to a file names one that is there, and an anchor a heading of it."""
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
