@@ -36,7 +36,8 @@ def arguments_of(argv: Sequence[str]) -> dict[str, Setting]:
         name = _NAME.fullmatch(before)
         field = _FIELD.fullmatch(word)
         if name is not None:
-            takes_next = not divider and words and (not words[0].startswith("-") or _NUMBER.fullmatch(words[0]))
+            ahead = words[0] if words and not divider else "-"
+            takes_next = _NUMBER.fullmatch(ahead) or not (ahead.startswith("-") or _FIELD.fullmatch(ahead))
             value: Setting = _parsed(after) if divider else _parsed(words.pop(0)) if takes_next else True
             found[name[1]] = value
         elif field is not None:

@@ -223,7 +223,7 @@ class Options:
     """
 
     name: str | None = option(None, name_of_run, "What people call this run; tables of several runs show it.")
-    tags: Iterable[str] = option((), tags_of_run)
+    tags: str | Iterable[str] = option((), tags_of_run)
     config: Any = option(None, settings_of)
     queue_bytes: int | str = option(QUEUE_BYTES, Size(), "How much data may wait for the thread that writes.")
     on_full: Literal["wait", "drop"] = option(

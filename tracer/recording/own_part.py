@@ -95,7 +95,7 @@ def header(exporter: Exporter, options: Options) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         **({"argv": list(sys.argv)} if options.command else {}),
         **({} if options.name is None else {"name": options.name}),
-        **({"tags": list(options.tags)} if options.tags else {}),
+        **({"tags": [*options.tags]} if options.tags else {}),
         **({} if options.config is None else {"config": options.config}),
         "seeds": dict(options.seeds) if options.seeds is not None else {"torch": torch.initial_seed()},
         "capture": [capture.describe() for capture in exporter.captures],
