@@ -597,7 +597,7 @@ def _say_what_was_recorded(path: Location, called: str) -> None:
         told += f"; recording took {took:.1f} of {spent['process_seconds']:.1f} s of CPU time"
         told += f" (the first {free:.3g} s are free)" if free else ""
         if layers is not None and layers < steps and took >= 0.9 * free:
-            told += f"; for every step, add --overhead-credit {math.ceil(1.2 * took * steps / max(layers, 1)):,d}s"
+            told += f"; for every step, add --overhead-credit {math.ceil(1.2 * took * steps / max(layers, 1))}s"
     lost = "" if info["status"].startswith(("finished", "failed")) else "; the trace is INCOMPLETE, see above"
     _say(f"{told}; {size(info['bytes'])}{lost}: trace info {called}")
 

@@ -17,7 +17,10 @@ from tests.recording.launching.recorded_programs import Ended, trace
 from tracer import Capture, CaptureError
 from tracer.observing.probes import ProbePlan
 from tracer.observing.profiles import options_of
+from tracer.recording.checks import seconds_of
 from tracer.recording.options import Options
+from tracer.stores.locations import location
+from tracereel.recording import _say_what_was_recorded
 
 SCRIPT = """
 import torch
@@ -147,6 +150,22 @@ def test_a_flight_recorder_holds_tensors_whole() -> None:
 
 
 # -- the command --------------------------------------------------------------------------------------------------
+
+
+def test_the_advice_at_the_end_can_be_typed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The credit that every step would take is a time that `--overhead-credit` reads, however long it is."""
+    with tracer.TraceWriter(tmp_path / "run.zarr") as writer:
+        for step in range(1000):
+            where = {"global_step": step, "train_step": step, "epoch": 0}
+            writer.write(tracer.NetworkMessage(kind="loss", data=torch.tensor(1.0), **where))
+            if step % 100 == 0:
+                data = torch.ones(16, dtype=torch.float64)
+                writer.write(tracer.ModuleMessage(kind="weights_statistics", module="fc", data=data, **where))
+        bound = {"max_overhead": 0.05, "overhead_credit": 30.0}
+        writer.note({"overhead": {"recording_seconds": 2000.0, "process_seconds": 9000.0, **bound}})
+    _say_what_was_recorded(location(tmp_path / "run.zarr"), "run.zarr")
+    (advice,) = re.findall(r"add --overhead-credit (\S+);", capfd.readouterr().err)
+    assert seconds_of(advice) == pytest.approx(1.2 * 2000 * 1000 / 10)
 
 
 def test_the_missions_commands(tmp_path: Path) -> None:
