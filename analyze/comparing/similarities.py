@@ -242,6 +242,16 @@ def _labels(reader: TraceReader, tag: str) -> torch.Tensor | None:
     return None if message is None else message.data
 
 
+_WHY: dict[Status, str] = {
+    "few_samples": "few_samples, too few datapoints for so many directions",
+    "ill_posed": "ill_posed, directions that rounding decides",
+    "zero_variance": "zero_variance, a layer answers each datapoint alike",
+    "nonfinite": "nonfinite, a layer has NaN or infinite values",
+    "mismatch": "mismatch, the layers have different datapoints",
+}
+"""What a status but ok says of a pair."""
+
+
 @dataclass(frozen=True, slots=True)
 class Item:
     """A layer at a step of a run, which is a row and a column of `Similarities`.
@@ -320,12 +330,28 @@ class Similarities:
 
     def of(self, module: str | None) -> Similarities:
         """The similarities of one module, step by step."""
-        chosen = [place for place, item in enumerate(self.items) if isinstance(item, Item) and item.module == module]
+        return self._at(
+            [place for place, item in enumerate(self.items) if isinstance(item, Item) and item.module == module]
+        )
+
+    def _at(self, chosen: Sequence[int]) -> Similarities:
+        """The similarities of the items at these places, in this order."""
         both = np.ix_(chosen, chosen)
         matrices = {name: getattr(self, name) for name in ("values", "codes", "nulls", "lows", "highs")}
         parts: dict[str, Any] = {name: of[both] for name, of in matrices.items() if of is not None}
         items = tuple(self.items[place] for place in chosen)
-        return replace(self, items=items, k=self.k[chosen], n=self.n[chosen], **parts)
+        return replace(self, items=items, k=self.k[list(chosen)], n=self.n[list(chosen)], **parts)
+
+    def _layer_by_layer(self) -> Similarities:
+        """The same, with the steps of a layer beside each other; the layers as they first occur, run by run."""
+        first: dict[Any, int] = {}
+        families = [
+            (item.trace, (item.trace, item.module, item.leaf)) if isinstance(item, Item) else () for item in self.items
+        ]
+        for place, family in enumerate(families):
+            for one in family:
+                first.setdefault(one, place)
+        return self._at(sorted(range(len(self.items)), key=lambda place: [first[one] for one in families[place]]))
 
     @property
     def _ends(self) -> dict[str, NDArray[np.float64]]:
@@ -346,6 +372,8 @@ class Similarities:
     def plot(self, title: str = "") -> Any:
         """Draw the matrix, and a second matrix of how much more similar each pair is than unrelated layers.
 
+        The steps of a layer stand beside each other. A grey cell has no value; the text below says why.
+
         Bright is similar, for distances, too. In the second matrix, white is the value for unrelated layers with as
         many datapoints and directions, orange is more similar, blue is less similar.
 
@@ -361,10 +389,11 @@ class Similarities:
         TracerError
             If matplotlib is not installed.
         """
-        drawn = [self._as_it_is()]
+        shown = self._layer_by_layer()
+        drawn = [shown._as_it_is()]
         if np.isfinite(self.nulls).any():
-            drawn.append(self._against_null())
-        return matrices_of(drawn, self.names, title, self._remarks())
+            drawn.append(shown._against_null())
+        return matrices_of(drawn, shown.names, title, self._remarks())
 
     def _as_it_is(self) -> Matrix:
         finite = self.values[np.isfinite(self.values)]
@@ -391,10 +420,11 @@ class Similarities:
                 f"{low if low == high else f'{low} to {high}'}."
             )
         pairs = int(upper.sum())
-        for code in range(1, len(STATUSES)):
-            count = int((upper & (self.codes == code)).sum())
-            if count:
-                told.append(f"{count:,} of {pairs:,} pairs: {STATUSES[code]}.")
+        for status, why in _WHY.items():
+            of_code = upper & (self.codes == STATUSES.index(status))
+            if of_code.any():
+                empty = " (grey)" if not np.isfinite(self.values[of_code]).any() else ""
+                told.append(f"{int(of_code.sum()):,} of {pairs:,} pairs{empty}: {why}.")
         return " ".join(told)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:

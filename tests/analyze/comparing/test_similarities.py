@@ -153,11 +153,28 @@ def test_pictures_show_the_null(is_distance: bool) -> None:
         if is_distance
         else ["svcca", "svcca above its null"]
     )
-    remarks = figure.texts[-1].get_text()
+    remarks = " ".join(figure.texts[-1].get_text().split())
     assert "unrelated layers" in remarks
     assert "here 0.25." in remarks
-    assert "1 of 6 pairs: few_samples." in remarks
-    assert "1 of 6 pairs: mismatch." in remarks
+    assert "1 of 6 pairs: few_samples, too few datapoints for so many directions." in remarks
+    assert "1 of 6 pairs (grey): mismatch, the layers have different datapoints." in remarks
+
+
+def test_pictures_show_the_steps_of_a_layer_beside_each_other() -> None:
+    """Whatever the order of the items; run by run, and layers as they first occur."""
+    pytest.importorskip("matplotlib")
+    mixed = [("r", "b", 0), ("r", "a", 0), ("s", "b", 0), ("r", "b", 5), ("r", "a", 5)]
+    values = np.arange(25.0).reshape(5, 5) / 25
+    found = Similarities(
+        tuple(Item(trace, module, step, 0, "") for trace, module, step in mixed), values, np.zeros((5, 5), np.int8),
+        *[np.full(5, 9)] * 2, np.full((5, 5), np.nan),
+    )  # fmt: skip
+    axes = found.plot().axes[0]
+    assert [label.get_text() for label in axes.get_xticklabels()] == [
+        "b @0 of r", "b @5 of r", "a @0 of r", "a @5 of r", "b @0 of s"
+    ]  # fmt: skip
+    order = [0, 3, 1, 4, 2]
+    np.testing.assert_array_equal(axes.images[0].get_array(), values[np.ix_(order, order)])
 
 
 def test_pictures_without_nulls_have_one_matrix() -> None:
