@@ -20,10 +20,10 @@ from tracer.messaging.messages import DEFAULT_TAG
 from tracer.recording.options import DISABLE, NAMES, WHEN, Flight, Options, bounds_or, disabled
 from tracer.shown import printable
 from tracereel import options
-from tracereel.command import FOUND, WRONG_USAGE, Refusal, debugging, need_analyze, wrong_usage
+from tracereel.command import FOUND, OPTIONS, WRONG_USAGE, Refusal, debugging, need_analyze, wrong_usage
 from tracereel.outputs import check_new_trace
 from tracereel.printing import few_shapes, path_in_model, print_json, print_table, say, size, steps_in_short
-from tracereel.programs import MAIN, OPTIONS, ProgramCommand, module_option, program_argument, program_of, title_of
+from tracereel.programs import MAIN, ProgramCommand, module_option, program_argument, program_of, title_of
 
 if TYPE_CHECKING:
     from analyze.seeing.check import Watch
