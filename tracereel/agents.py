@@ -20,7 +20,7 @@ import tracer
 from tracer.errors import CaptureError, UnknownNameError
 from tracereel import options
 from tracereel.asking import questions_of
-from tracereel.command import Command, Refusal, error_as_json, wrong_usage
+from tracereel.command import WRONG_USAGE, Command, Refusal, error_as_json, wrong_usage
 from tracereel.facts import stream_facts
 from tracereel.options import MessageFilters, StepsOption
 from tracereel.outputs import check_installed
@@ -90,7 +90,7 @@ class OpenFolders:
 
         Raises
         ------
-        CaptureError
+        Refusal
             If the path leads out of the folders, or is a URL, or a list of traces.
         """
         if not ("://" in given or given.startswith("@") or "\0" in given):
@@ -99,7 +99,8 @@ class OpenFolders:
             there = [place for place in inside if os.path.exists(place)]
             if inside and all(map(self.holds, there[:1])):
                 return (there or inside)[0]
-        raise CaptureError(f"{given!r} is not below {' or '.join(self.roots)}, and nothing else may be read")
+        sentence = f"{given!r} is not below {' or '.join(self.roots)}, and nothing else may be read"
+        raise Refusal(sentence, WRONG_USAGE, "outside")
 
     def holds(self, trace: str) -> bool:
         """Whether a trace, its other parts, and the files in it are all in the folders."""

@@ -415,7 +415,7 @@ def plot(
 
 
 @click.command(cls=Command, examples=["trace subscribers", "trace subscribers spectral_norm"])
-@click.argument("name", required=False)
+@click.argument("name", required=False, shell_complete=options.metric_names)
 @options.flag("--markdown", help="Print the page docs/metrics.md, which describes all built-in metrics.")
 @options.as_json
 def subscribers(name: str | None, markdown: bool, as_json: bool) -> None:

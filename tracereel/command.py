@@ -55,15 +55,13 @@ def debugging() -> bool:
 
 
 class Refusal(click.ClickException):
-    """One sentence on stderr, and an exit code."""
+    """One sentence on stderr, and an exit code; `code` is its word in JSON, if its cause does not give that."""
 
-    unexpected = False
-    """Whether the cause is an error from outside the library."""
-
-    def __init__(self, sentence: str, exit_code: int = FAILED) -> None:
+    def __init__(self, sentence: str, exit_code: int = FAILED, code: str | None = None) -> None:
         super().__init__(harmless(masked_urls(as_typed(sentence))))
         # click reads the exit code from the instance, but declares it for the class
         vars(self)["exit_code"] = exit_code
+        self.code = code
 
     @classmethod
     def of(cls, error: Exception) -> Refusal:
@@ -71,9 +69,7 @@ class Refusal(click.ClickException):
         sentence = str(error) or type(error).__name__
         if not isinstance(error, TracerError):
             notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
-            refusal = cls(f"{type(error).__name__}: {sentence}{notes} (--debug shows where)", FAILED)
-            refusal.unexpected = True
-            return refusal
+            return cls(f"{type(error).__name__}: {sentence}{notes} (--debug shows where)", FAILED, "unexpected")
         if isinstance(error, TraceCorruptError) and not isinstance(error, TraceLostError):
             return cls(sentence, DAMAGED)
         if isinstance(error, UnknownNameError | CaptureError):
@@ -81,29 +77,39 @@ class Refusal(click.ClickException):
         return cls(sentence, FAILED)
 
 
-_WORDS: Mapping[type[Exception] | int, tuple[str, str | None]] = {
-    TraceNotFoundError: ("trace_missing", "trace info FOLDER lists the traces below a folder"),
-    TraceExistsError: ("already_there", "give another path, or --overwrite where the command has it"),
-    TraceFormatError: ("not_a_trace", "a trace ends in .zarr or .h5, and is written by this release or an older one"),
-    TraceLostError: ("trace_lost", None),
-    TraceCorruptError: (
-        "trace_damaged",
-        "trace verify TRACE says what is damaged; trace recover TRACE OUT saves the rest",
-    ),
-    TraceUnreachableError: ("store_unreachable", "the same command may succeed later"),
-    TraceUnreadableError: ("trace_unreadable", "check the permissions of the files"),
-    TraceError: ("trace_failed", None),
-    UnknownNameError: ("unknown_name", "the sentence lists the known names"),
-    CaptureError: ("not_possible", "trace ls TRACE says what was recorded"),
-    MessageError: ("wrong_value", None),
-    TracerError: ("failed", None),
-    FAILED: ("failed", None),
-    WRONG_USAGE: ("usage", None),
-    DAMAGED: ("trace_damaged", "trace verify TRACE says what is damaged"),
-    DIFFERENT: ("steps_differ", "trace info of the new trace says what differs"),
-    INTERRUPTED: ("interrupted", None),
+_CODES: Mapping[type[Exception] | int, str] = {
+    TraceNotFoundError: "trace_missing",
+    TraceExistsError: "already_there",
+    TraceFormatError: "not_a_trace",
+    TraceLostError: "trace_lost",
+    TraceCorruptError: "trace_damaged",
+    TraceUnreachableError: "store_unreachable",
+    TraceUnreadableError: "trace_unreadable",
+    TraceError: "trace_failed",
+    UnknownNameError: "unknown_name",
+    CaptureError: "not_possible",
+    MessageError: "wrong_value",
+    FAILED: "failed",
+    WRONG_USAGE: "usage",
+    DAMAGED: "trace_damaged",
+    DIFFERENT: "steps_differ",
+    INTERRUPTED: "interrupted",
 }
-"""For classes of errors, and exit codes of refusals without one: the word in JSON, and what to do."""
+"""For classes of errors, and for the exit codes of refusals without one: the word in JSON. A word never changes."""
+_HINTS: Mapping[str, str] = {
+    "trace_missing": "trace info FOLDER lists the traces below a folder",
+    "already_there": "give another path, or --overwrite where the command has it",
+    "not_a_trace": "a trace ends in .zarr or .h5, and was written by this release or an older one",
+    "trace_damaged": "trace verify TRACE says what is damaged, and trace recover TRACE OUT saves the rest",
+    "store_unreachable": "the same command may succeed later",
+    "trace_unreadable": "check the permissions of the files",
+    "unknown_name": "the message lists the known names",
+    "not_possible": "trace ls TRACE says what was recorded",
+    "steps_differ": "trace info of the new trace says what differs",
+    "unexpected": "--debug shows the traceback",
+    "outside": "give a trace that the tool runs lists",
+}
+"""For words of `_CODES`: what to do."""
 
 
 def error_as_json(error: Exception) -> dict[str, Any]:
@@ -120,11 +126,10 @@ def error_as_json(error: Exception) -> dict[str, Any]:
         refusal.__cause__ = error
         error = refusal
     cause = error.__cause__ if isinstance(error.__cause__, TracerError) else None
-    known: Iterator[type | int] = iter((*type(cause).__mro__, error.exit_code))
-    code, hint = next((_WORDS[one] for one in known if one in _WORDS), _WORDS[FAILED])
-    if isinstance(error, Refusal) and error.unexpected:
-        code, hint = "unexpected", "--debug shows the traceback"
-    elif code == "usage":
+    known: list[type | int] = [*type(cause).__mro__, error.exit_code, FAILED]
+    code = getattr(error, "code", None) or next(_CODES[one] for one in known if one in _CODES)
+    hint = _HINTS.get(code)
+    if code == "usage":
         ctx = error.ctx if isinstance(error, click.UsageError) else None
         hint = f"{ctx.command_path if ctx else 'trace COMMAND'} --help shows what there is"
     return {"error": {"code": code, "exit": error.exit_code, "message": error.format_message(), "hint": hint}}

@@ -176,10 +176,7 @@ _CAPTURE = ("kinds", "modules", "every", "burst", "start", "stop", "rows", "posi
     help="Judge what is recorded by the rules of trace check while the script trains; end the script at a finding as "
     "severe as this, or more, with exit code 6.",
 )
-@options.several(
-    "--rule", "rules", metavar="NAME[:key=value,...]",
-    help="With --stop-on: judge by this rule only; may be repeated. See trace rules.",
-)  # fmt: skip
+@options.rules(help="With --stop-on: judge by this rule only; may be repeated. See trace rules.")
 @options.declared(
     *(Options, "replicated", "max_overhead", "overhead_credit", "max_bytes", "stop_at_bytes", "min_free_disk")
 )

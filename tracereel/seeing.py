@@ -52,10 +52,10 @@ _OF_A_RULE = 3
     ],
 )
 @options.traces
-@options.several(
-    "-s", "--rule", "rules", metavar="NAME[:key=value,...]",
+@options.rules(
+    "-s",
     help="Judge by this rule; may be repeated. Also path/to/file.py:ClassName[:key=value,...]. By default by all.",
-)  # fmt: skip
+)
 @options.steps_and_ranks
 @options.one_of(
     *("--fail-on", "note", "warning", "error"),
@@ -245,7 +245,7 @@ def _size(one: Suspect) -> str:
 
 
 @click.command(cls=Command, examples=["trace rules", "trace rules dead_units"])
-@click.argument("name", required=False)
+@click.argument("name", required=False, shell_complete=options.rule_names)
 @options.flag("--markdown", help="Print the page docs/rules.md, which describes all rules.")
 @options.as_json
 def rules(name: str | None, markdown: bool, as_json: bool) -> None:
