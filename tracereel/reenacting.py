@@ -222,7 +222,7 @@ class _AskedMetrics:
         """The answers in JSON values; none if they go to a file."""
         return [] if self._results is None or self._target is not None else [row._asdict() for row in self._results]
 
-    def give(self, *, printed: bool) -> None:
+    def give(self, *, printed: bool = True) -> None:
         """Write the answers, or, if they are to be `printed`, print them."""
         if self._results is None:
             return
