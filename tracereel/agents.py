@@ -80,10 +80,18 @@ class OpenFolders:
     ----------
     folders : sequence of str
         Paths of existing folders.
+
+    Raises
+    ------
+    Refusal
+        If one of them is no folder.
     """
 
     def __init__(self, folders: Sequence[str]) -> None:
         self.roots = [os.path.realpath(folder) for folder in folders]
+        for folder in folders:
+            if not os.path.isdir(folder):
+                raise Refusal(f"{folder} is no folder, so it has no traces to serve", WRONG_USAGE)
 
     def path(self, given: str) -> str:
         """The real path of something in the folders; a relative path is below one of them.
@@ -365,7 +373,7 @@ def _as_tool(answer: Callable[..., dict[str, Any]], one_at_a_time: threading.Loc
 
 
 @click.command(cls=Command, examples=["trace mcp runs/", "trace mcp ~/runs /data/runs"])
-@click.argument("folders", metavar="FOLDER...", nargs=-1, required=True, type=click.Path(exists=True, file_okay=False))
+@click.argument("folders", metavar="FOLDER...", nargs=-1, required=True, type=click.Path())
 def mcp(folders: tuple[str, ...]) -> None:
     """Serve the traces below some folders to an agent, by the Model Context Protocol over stdin and stdout.
 

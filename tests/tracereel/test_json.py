@@ -194,4 +194,4 @@ def test_a_demo_says_its_files_and_findings(tmp_path: Path) -> None:
     (told,) = answers.documents(result.stdout)
     assert [Path(one["path"]).name for one in told["files"]] == ["digits.zarr", "digits.png", "digits.html"]
     assert told["trace"] == str(tmp_path / "shown/digits.zarr")
-    assert {"not_finite", "dead_units"} <= set(told["coverage"])
+    assert {"not_finite", "unchanged"} <= set(told["coverage"])
