@@ -18,12 +18,13 @@ import click
 
 import tracer
 from tracer.errors import CaptureError, UnknownNameError
+from tracer.shown import in_json
 from tracereel import options
 from tracereel.asking import questions_of
 from tracereel.command import WRONG_USAGE, Command, Refusal, error_as_json, wrong_usage
 from tracereel.facts import stream_facts
 from tracereel.options import MessageFilters, StepsOption
-from tracereel.outputs import check_installed
+from tracereel.outputs import TRACE_SUFFIXES, check_installed
 from tracereel.printing import in_json_values, plain_warnings, print_json
 from tracereel.programs import plan_of_steps
 from tracereel.traces import messages_as_json, run_as_json
@@ -105,8 +106,9 @@ class OpenFolders:
             places = [os.path.realpath(os.path.join(root, given)) for root in self.roots]
             inside = [place for place in places if self._contains(place)]
             there = [place for place in inside if os.path.exists(place)]
-            if inside and all(map(self.holds, there[:1])):
-                return (there or inside)[0]
+            for place in (there or inside)[:1]:
+                if self.holds(place):
+                    return place
         sentence = f"{given!r} is not below {' or '.join(self.roots)}, and nothing else may be read"
         raise Refusal(sentence, WRONG_USAGE, "outside")
 
@@ -115,7 +117,7 @@ class OpenFolders:
         from tracer.stores.opening import store_files
 
         place = os.path.realpath(trace)
-        parts = [place, f"{place}.zarr", *map(str, store_files(place) if Path(place).suffix else ())]
+        parts = [place, f"{place}.zarr", *map(str, store_files(place) if _is_trace(place) else ())]
         return all(self._contains(os.path.realpath(one)) for part in parts for one in _links_and(part))
 
     def traces(self, folder: str | None) -> list[str]:
@@ -126,16 +128,21 @@ class OpenFolders:
         for one in self.roots if folder is None else [self.path(folder)]:
             with suppress(CaptureError) if folder is None else nullcontext():  # one of several folders may be empty
                 found += find_traces(one)
-        return [os.path.realpath(one) for one in found if self.holds(one)]
+        return list(dict.fromkeys(os.path.realpath(one) for one in found if self.holds(one)))
 
     def _contains(self, place: str) -> bool:
         return any(Path(place).is_relative_to(root) for root in self.roots)
 
 
+def _is_trace(place: str) -> bool:
+    """Whether a path is that of a trace, by its name."""
+    return Path(place).suffix.lower() in TRACE_SUFFIXES
+
+
 def _links_and(place: str) -> Iterator[str]:
     """A path, and the links in it if it is a trace that is a folder."""
     yield place
-    for folder, names, others in os.walk(place) if Path(place).suffix else ():
+    for folder, names, others in os.walk(place) if _is_trace(place) else ():
         yield from (one for name in (*names, *others) if os.path.islink(one := os.path.join(folder, name)))
 
 
@@ -366,8 +373,10 @@ def _as_tool(answer: Callable[..., dict[str, Any]], one_at_a_time: threading.Loc
                 told = answer(**given)
         except Exception as error:  # noqa: BLE001 - whatever fails is told to the client, and the server goes on
             told, failed = error_as_json(error), True
-        text = TextContent(type="text", text=json.dumps(told, default=str))
-        return CallToolResult(content=[text], structured_content=json.loads(text.text), is_error=failed)
+        # a path need not be UTF-8, and what is sent must be
+        text = in_json(json.dumps(told, ensure_ascii=False, default=str).encode(errors="replace").decode())
+        told = json.loads(text)
+        return CallToolResult(content=[TextContent(text=text)], structured_content=told, is_error=failed)
 
     return called
 

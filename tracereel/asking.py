@@ -187,7 +187,7 @@ def _run_again(trace: str, line: str, steps: tuple[int, int], attempt: int | Non
     return found
 
 
-class RankQuestion(NamedTuple):
+class AskedRank(NamedTuple):
     """Subscribers for one rank of a trace."""
 
     reader: TraceReader
@@ -228,7 +228,7 @@ class RankQuestion(NamedTuple):
         return None
 
 
-def questions_of(reader: TraceReader, trace: str, specs: Sequence[str], filters: MessageFilters) -> list[RankQuestion]:
+def questions_of(reader: TraceReader, trace: str, specs: Sequence[str], filters: MessageFilters) -> list[AskedRank]:
     """One question per rank that can answer; of every rank if none can.
 
     A rank may be recorded in part, for example without the weights, which are the same in all ranks.
@@ -241,7 +241,7 @@ def questions_of(reader: TraceReader, trace: str, specs: Sequence[str], filters:
             # subscribers keep state between messages, so each rank needs its own
             subscribers = registry.instances(specs)
         plan = tracer.plan(reader, *subscribers, rank=rank, **filters.of_a_rank)
-        questions.append(RankQuestion(reader, trace, rank, subscribers, filters, plan))
+        questions.append(AskedRank(reader, trace, rank, subscribers, filters, plan))
     return [question for question in questions if not question.plan.missing] or questions
 
 

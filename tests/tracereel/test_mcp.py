@@ -50,6 +50,7 @@ def runs(tmp_path: Path) -> Path:
     mixed = shutil.copytree(secret, tmp_path / "runs" / "mixed.zarr")
     shutil.rmtree(mixed / "rank0" / "pools")
     (mixed / "rank0" / "pools").symlink_to(secret / "rank0" / "pools")
+    (tmp_path / "runs" / "unfinished.h5.zarr").symlink_to(secret)
     return tmp_path / "runs"
 
 
@@ -98,6 +99,7 @@ def test_the_tools_answer_as_the_commands_do(runs: Path) -> None:
 
 @pytest.mark.parametrize("given", [
     "../secret.zarr", "deep/../../secret.zarr", "{parent}/secret.zarr", "link.zarr", "folder/secret.zarr", "mixed.zarr",
+    "unfinished.h5",
     "file://{parent}/secret.zarr", "s3://bucket/run.zarr", "https://example.org/run.zarr", "@{parent}/list.txt",
     "/etc/passwd", "a.zarr\0", "..", "folder",
 ])  # fmt: skip
@@ -136,6 +138,16 @@ def test_the_server_refuses_in_a_sentence(runs: Path) -> None:
     assert [told["error"]["code"] for failed, told in results[:-1] if failed] == codes
     assert str(runs.parent / "secret.zarr") not in json.dumps(results)
     assert results[-1][1]["answer"][0]["kind"] == "loss"
+
+
+def test_a_name_that_is_no_text_is_told(runs: Path) -> None:
+    """Bytes of a path that are not UTF-8 are sent as question marks; a folder may have a dot in its name."""
+    folder = runs.rename(runs.with_name(os.fsdecode(b"runs.\xff")))
+    shutil.rmtree(folder / "deep")
+    _, results = asked([folder], [("runs", {"quick": True})])
+    assert [one["path"] for one in results[0][1]["answer"]] == [f"{runs.parent}/runs.?/a.zarr"]
+    with pytest.raises(Refusal, match="is no folder"):
+        OpenFolders([str(folder / "a.h5")])
 
 
 def test_answers_are_bounded() -> None:
