@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,11 +44,14 @@ class Shown:
     files : list of (path, what it is)
     commands : list of str
         What to type next.
+    checked : dict
+        What the rules found, in JSON values, as from `analyze.seeing.check.Checked.as_json`.
     """
 
     tables: list[tuple[str, TextTable]] = field(default_factory=list)
     files: list[tuple[Path, str]] = field(default_factory=list)
     commands: list[str] = field(default_factory=list)
+    checked: dict[str, Any] = field(default_factory=dict)
 
 
 def run(
@@ -104,6 +108,7 @@ def run(
     say("Looking for what went wrong, and writing a report ...")
     began = time.perf_counter()
     found = report(trace, page, metrics=[SVCCA(tag="probe"), TestAccuracy()], overwrite=overwrite)
+    shown.checked = found.checked.as_json()
     say(f"  {found.checked.verdict}, in {time.perf_counter() - began:.1f} s")
     shown.files.extend([(trace, "the trace"), (plot, "two of the metrics over the steps")])
     shown.files.append((page, "the report: open it in a browser"))

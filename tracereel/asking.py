@@ -111,7 +111,14 @@ def replay(
             raise click.UsageError("--reenact needs --steps A:B, the steps to run again, of a run that has ended")
         span = filters.steps[0], filters.steps[1]
         if only_plan:
-            _print_steps_to_run(trace, span, attempt)
+            from tracereel.programs import plan_of_steps
+
+            plan = plan_of_steps(trace, span, attempt)
+            if as_json:
+                print_json(plan)
+            else:
+                told = "would run {runs:,} steps, from the keyframe of step {keyframe:,}, and ask {out}"
+                click.echo(told.format_map(plan))
             return
         again = _run_again(trace, reenact, span, attempt)
         trace = again.trace
@@ -129,7 +136,7 @@ def replay(
         if not follow:
             filters.check(reader, companions=True)
             note_status(reader, str(reader.path))
-        questions = _questions(reader, trace, specs, filters)
+        questions = questions_of(reader, trace, specs, filters)
         if only_plan:
             if questions[0].plan.missing:
                 conclude(WRONG_USAGE)
@@ -180,21 +187,7 @@ def _run_again(trace: str, line: str, steps: tuple[int, int], attempt: int | Non
     return found
 
 
-def _print_steps_to_run(trace: str, steps: tuple[int, int], attempt: int | None) -> None:
-    from tracer.recording.reenacting.recorded import recorded_run
-    from tracer.recording.reenacting.reenact import plan_of
-
-    with recorded_run(trace, attempt) as recorded:
-        plan = plan_of(recorded, steps)
-        from tracereel.programs import trace_of_steps
-
-        click.echo(
-            f"would run {plan.count:,} steps, from the keyframe of step {plan.keyframe.at.global_step:,}, and ask "
-            f"{trace_of_steps(trace, steps, attempt)}"
-        )
-
-
-class _Question(NamedTuple):
+class AskedRank(NamedTuple):
     """Subscribers for one rank of a trace."""
 
     reader: TraceReader
@@ -235,7 +228,7 @@ class _Question(NamedTuple):
         return None
 
 
-def _questions(reader: TraceReader, trace: str, specs: Sequence[str], filters: MessageFilters) -> list[_Question]:
+def questions_of(reader: TraceReader, trace: str, specs: Sequence[str], filters: MessageFilters) -> list[AskedRank]:
     """One question per rank that can answer; of every rank if none can.
 
     A rank may be recorded in part, for example without the weights, which are the same in all ranks.
@@ -248,7 +241,7 @@ def _questions(reader: TraceReader, trace: str, specs: Sequence[str], filters: M
             # subscribers keep state between messages, so each rank needs its own
             subscribers = registry.instances(specs)
         plan = tracer.plan(reader, *subscribers, rank=rank, **filters.of_a_rank)
-        questions.append(_Question(reader, trace, rank, subscribers, filters, plan))
+        questions.append(AskedRank(reader, trace, rank, subscribers, filters, plan))
     return [question for question in questions if not question.plan.missing] or questions
 
 
@@ -372,6 +365,7 @@ def _print_plan(plan: Plan, as_json: bool) -> None:
 @options.file("-o", "--out", required=True, help="Where the figure goes: .png, .svg or .pdf.")
 @options.flag("--log/--linear", "log", default=None, help="The scale of values; by default what fits them.")
 @options.overwrite
+@options.as_json
 def plot(
     traces: tuple[str, ...],
     specs: tuple[str, ...],
@@ -379,6 +373,7 @@ def plot(
     out: str,
     log: bool | None,
     overwrite: bool,
+    as_json: bool,
 ) -> None:
     """Draw what metrics say of a trace, or of several beside each other, over the steps.
 
@@ -392,18 +387,25 @@ def plot(
 
     results, damage = Results(), None
     asked: list[Subscriber] = []
-    for trace in find_traces(traces):
+    found = find_traces(traces)
+    for trace in found:
         with tracer.open(trace, ranks=filters.ranks or None) as reader, plain_warnings():
             filters.check(reader)
             note_status(reader, str(reader.path))
-            for question in _questions(reader, trace, specs, filters):
+            for question in questions_of(reader, trace, specs, filters):
                 damage = damage or question.ask(results)
                 asked += question.subscribers
     if len(results):
         results.plot(out, log=log, overwrite=overwrite)
         say(f"{len(results):,} answers drawn to {out}")
     if damage is not None:
-        raise Refusal(f"{damage}; the figure shows what comes before that", DAMAGED)
+        complain(f"Error: {damage}; the figure shows what comes before that")
+        conclude(DAMAGED)
+    if as_json:
+        written = out if len(results) else None
+        print_json({"out": written, "answers": len(results), "traces": found, "damage": str(damage or "")})
+    if damage is not None:
+        return
     _note_silent(results, asked)
     if not len(results):
         conclude(FAILED)
@@ -413,7 +415,7 @@ def plot(
 
 
 @click.command(cls=Command, examples=["trace subscribers", "trace subscribers spectral_norm"])
-@click.argument("name", required=False)
+@click.argument("name", required=False, shell_complete=options.metric_names)
 @options.flag("--markdown", help="Print the page docs/metrics.md, which describes all built-in metrics.")
 @options.as_json
 def subscribers(name: str | None, markdown: bool, as_json: bool) -> None:

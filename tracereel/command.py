@@ -12,7 +12,20 @@ from typing import Any, ClassVar
 
 import click
 
-from tracer.errors import CaptureError, MessageError, TraceCorruptError, TraceLostError, TracerError, UnknownNameError
+from tracer.errors import (
+    CaptureError,
+    MessageError,
+    TraceCorruptError,
+    TraceError,
+    TraceExistsError,
+    TraceFormatError,
+    TraceLostError,
+    TraceNotFoundError,
+    TracerError,
+    TraceUnreachableError,
+    TraceUnreadableError,
+    UnknownNameError,
+)
 from tracer.secrets import masked_urls
 from tracer.shown import printable
 from tracereel.own import hidden
@@ -20,6 +33,8 @@ from tracereel.own import hidden
 FAILED, WRONG_USAGE, DAMAGED, SOME_FAILED, DIFFERENT, FOUND, UNVERIFIED, INTERRUPTED = 1, 2, 3, 4, 5, 6, 7, 130
 """Exit codes; the docstring of the package ``tracereel`` explains them."""
 _DEBUG = "debug"
+OPTIONS = "options"
+"""The key in the click context for the words of the command, without those of a program that it runs."""
 
 
 def _remember_debug(ctx: click.Context, _: click.Parameter, value: bool) -> None:
@@ -35,16 +50,18 @@ debug_option = click.option(
 
 def debugging() -> bool:
     """Whether the user wants to see tracebacks."""
-    return _DEBUG in click.get_current_context().meta
+    ctx = click.get_current_context(silent=True)
+    return ctx is not None and _DEBUG in ctx.meta
 
 
 class Refusal(click.ClickException):
-    """One sentence on stderr, and an exit code."""
+    """One sentence on stderr, and an exit code; `code` is its word in JSON, if its cause does not give that."""
 
-    def __init__(self, sentence: str, exit_code: int = FAILED) -> None:
+    def __init__(self, sentence: str, exit_code: int = FAILED, code: str | None = None) -> None:
         super().__init__(harmless(masked_urls(as_typed(sentence))))
         # click reads the exit code from the instance, but declares it for the class
         vars(self)["exit_code"] = exit_code
+        self.code = code
 
     @classmethod
     def of(cls, error: Exception) -> Refusal:
@@ -52,12 +69,70 @@ class Refusal(click.ClickException):
         sentence = str(error) or type(error).__name__
         if not isinstance(error, TracerError):
             notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
-            sentence = f"{type(error).__name__}: {sentence}{notes} (--debug shows where)"
+            return cls(f"{type(error).__name__}: {sentence}{notes} (--debug shows where)", FAILED, "unexpected")
         if isinstance(error, TraceCorruptError) and not isinstance(error, TraceLostError):
             return cls(sentence, DAMAGED)
         if isinstance(error, UnknownNameError | CaptureError):
             return cls(sentence, WRONG_USAGE)
         return cls(sentence, FAILED)
+
+
+_CODES: Mapping[type[Exception] | int, str] = {
+    TraceNotFoundError: "trace_missing",
+    TraceExistsError: "already_there",
+    TraceFormatError: "not_a_trace",
+    TraceLostError: "trace_lost",
+    TraceCorruptError: "trace_damaged",
+    TraceUnreachableError: "store_unreachable",
+    TraceUnreadableError: "trace_unreadable",
+    TraceError: "trace_failed",
+    UnknownNameError: "unknown_name",
+    CaptureError: "not_possible",
+    MessageError: "wrong_value",
+    FAILED: "failed",
+    WRONG_USAGE: "usage",
+    DAMAGED: "trace_damaged",
+    DIFFERENT: "steps_differ",
+    INTERRUPTED: "interrupted",
+}
+"""For classes of errors, and for the exit codes of refusals without one: the word in JSON. A word never changes."""
+_HINTS: Mapping[str, str] = {
+    "trace_missing": "trace info FOLDER lists the traces below a folder",
+    "already_there": "give another path, or --overwrite where the command has it",
+    "not_a_trace": "a trace ends in .zarr or .h5, and was written by this release or an older one",
+    "trace_damaged": "trace verify TRACE says what is damaged, and trace recover TRACE OUT saves the rest",
+    "store_unreachable": "the same command may succeed later",
+    "trace_unreadable": "check the permissions of the files",
+    "unknown_name": "the message lists the known names",
+    "not_possible": "trace ls TRACE says what was recorded",
+    "steps_differ": "trace info of the new trace says what differs",
+    "unexpected": "--debug shows the traceback",
+    "outside": "give a trace that the tool runs lists",
+}
+"""For words of `_CODES`: what to do."""
+
+
+def error_as_json(error: Exception) -> dict[str, Any]:
+    """An error in JSON values, as every command prints it with ``--json``.
+
+    Returns
+    -------
+    dict
+        ``error``: its ``code`` (a word that stays the same), ``exit`` (the exit code), ``message`` (a sentence) and
+        ``hint`` (what to do, or None).
+    """
+    if not isinstance(error, click.ClickException):
+        refusal = Refusal.of(error)
+        refusal.__cause__ = error
+        error = refusal
+    cause = error.__cause__ if isinstance(error.__cause__, TracerError) else None
+    known: list[type | int] = [*type(cause).__mro__, error.exit_code, FAILED]
+    code = getattr(error, "code", None) or next(_CODES[one] for one in known if one in _CODES)
+    hint = _HINTS.get(code)
+    if code == "usage":
+        ctx = error.ctx if isinstance(error, click.UsageError) else None
+        hint = f"{ctx.command_path if ctx else 'trace COMMAND'} --help shows what there is"
+    return {"error": {"code": code, "exit": error.exit_code, "message": error.format_message(), "hint": hint}}
 
 
 @contextmanager
@@ -157,6 +232,15 @@ class Command(click.Command):
         self.examples = tuple(examples)
         debug_option(self)
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Keep the words, which say how an error is told even if they cannot be parsed."""
+        ctx.meta[OPTIONS] = self.options_of(args)
+        return super().parse_args(ctx, args)
+
+    def options_of(self, args: Sequence[str]) -> list[str]:
+        """The words of the command itself, without those of a program that it runs."""
+        return list(args)
+
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options below their headings."""
         heading_of = {
@@ -183,6 +267,8 @@ class Command(click.Command):
         try:
             result = super().invoke(ctx)
         except KeyboardInterrupt:
+            if asks_json(ctx):
+                raise Refusal("interrupted", INTERRUPTED) from None
             click.echo("interrupted", err=True)
             ctx.exit(INTERRUPTED)
         except (click.ClickException, click.exceptions.Exit, click.Abort):
@@ -196,6 +282,11 @@ class Command(click.Command):
         if _VERDICT in ctx.meta:
             ctx.exit(ctx.meta[_VERDICT])
         return result
+
+
+def asks_json(ctx: click.Context) -> bool:
+    """Whether ``--json`` is among the words of the command."""
+    return "--json" in ctx.meta.get(OPTIONS, ())
 
 
 def conclude(exit_code: int) -> None:

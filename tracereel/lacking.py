@@ -16,12 +16,10 @@ from analyze.batching.planning import where
 from tracer.errors import CaptureError
 from tracer.format.journal import Column
 from tracer.messaging.messages import DEFAULT_TAG, clock_of, kept_of
-from tracer.recording.reenacting.recorded import recorded_run
-from tracer.recording.reenacting.reenact import plan_of
 from tracer.replaying.plan import Plan
 from tracer.trace.streams import StreamInfo
 from tracereel.command import Refusal
-from tracereel.programs import RECORDED, Script, found_again, recorded_again, trace_of_steps
+from tracereel.programs import RECORDED, Script, found_again, plan_of_steps, recorded_again, trace_of_steps
 
 FOLDER = "reenacted"
 """The subfolder of a batch for the traces of steps that were run again."""
@@ -123,10 +121,7 @@ class StepsAgain:
         there = found_again(trace, self._steps, out)
         if there is not None and there.usable:
             return there.trace
-        with recorded_run(trace) as recorded:
-            plan = plan_of(recorded, self._steps)
-        about = {"keyframe": plan.keyframe.at.global_step, "steps": list(self._steps), "runs": plan.count}
-        self.planned.append({"trace": trace, **about, "out": out})
+        self.planned.append(plan_of_steps(trace, self._steps, out=out))
         return None
 
 

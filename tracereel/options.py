@@ -5,14 +5,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
+import tracer
 from tracer.errors import CaptureError, UnknownNameError
 from tracer.recording import checks, settings
 from tracer.recording.checks import OneOf, Size, Whole, seconds_of, share_of, size_of
+from tracereel.outputs import TRACE_SUFFIXES
 
 if TYPE_CHECKING:
     from tracer.trace.reader import TraceReader
@@ -68,6 +72,57 @@ class Number(click.ParamType):  # type: ignore[type-arg] # earlier ones are not 
             return self._read(value)
         except CaptureError as error:
             self.fail(str(error), param, ctx)
+
+
+# -- completion in a shell ----------------------------------------------------------------------------------------
+
+Completion = Callable[[click.Context, click.Parameter, str], list[str]]
+
+
+def completion(known: Callable[[click.Context], Iterable[str]]) -> Completion:
+    """Completes a word by the `known` names; by none where they cannot be found, as a shell shows no errors."""
+
+    def complete(ctx: click.Context, _: click.Parameter, begun: str) -> list[str]:
+        with suppress(Exception), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return sorted(name for name in set(known(ctx)) if name.startswith(begun))
+        return []
+
+    return complete
+
+
+def _of_streams(ctx: click.Context, field: str) -> set[str]:
+    """The values of a field of the streams of the first trace on the line; none if there is no trace on this machine.
+
+    Click leaves words that it could not assign yet in `ctx.args`.
+    """
+    given = [one if isinstance(one, tuple | list) else (one,) for one in (*ctx.params.values(), ctx.args)]
+    for word in (word for words in given for word in words):
+        if isinstance(word, str) and word.rstrip("/").endswith(TRACE_SUFFIXES) and os.path.exists(word):
+            with tracer.open(word) as reader:
+                return {getattr(stream, field) for stream in reader.streams} - {None, ""}
+    return set()
+
+
+def _known_kinds(ctx: click.Context) -> Iterable[str]:
+    from tracer.messaging.messages import KINDS
+
+    return _of_streams(ctx, "kind") or KINDS
+
+
+def _known_metrics(_: click.Context) -> Iterable[str]:
+    from analyze import registry
+
+    return registry.subscribers()
+
+
+def _known_rules(_: click.Context) -> Iterable[str]:
+    from analyze import registry
+
+    return registry.rules()
+
+
+metric_names, rule_names = completion(_known_metrics), completion(_known_rules)
 
 
 # -- options ------------------------------------------------------------------------------------------------------
@@ -174,17 +229,25 @@ def several(*names: str, **attributes: Any) -> Decorator:
 
 def kinds(**attributes: Any) -> Decorator:
     """``--kind``, as the argument `kinds`."""
-    return several("-k", "--kind", "kinds", metavar="KIND", **attributes)
+    return several("-k", "--kind", "kinds", metavar="KIND", shell_complete=completion(_known_kinds), **attributes)
 
 
 def modules(**attributes: Any) -> Decorator:
     """``--modules``."""
-    return several("-m", "--modules", "modules", metavar="GLOB", **attributes)
+    known = completion(lambda ctx: _of_streams(ctx, "module"))
+    return several("-m", "--modules", "modules", metavar="GLOB", shell_complete=known, **attributes)
 
 
 def subscribers(*, required: bool = True, **attributes: Any) -> Decorator:
     """``--subscriber``, as the argument `specs`."""
-    return several("-s", "--subscriber", "specs", metavar="NAME[:key=value,...]", required=required, **attributes)
+    names, attributes = ("-s", "--subscriber", "specs"), {"required": required, **attributes}
+    return several(*names, metavar="NAME[:key=value,...]", shell_complete=metric_names, **attributes)
+
+
+def rules(*short: str, **attributes: Any) -> Decorator:
+    """``--rule``, as the argument `rules`."""
+    metavar = "NAME[:key=value,...]"
+    return several(*short, "--rule", "rules", metavar=metavar, shell_complete=rule_names, **attributes)
 
 
 def path(name: str) -> Decorator:
@@ -314,7 +377,13 @@ _WHAT = (
     kinds(help="Only this kind; may be repeated."),
     modules(help="Only modules whose dotted names match; repeatable."),
     _STEPS,
-    several("--tag", "tags", metavar="TAG", help="Only this tag (a glob); may be repeated."),
+    several(
+        "--tag",
+        "tags",
+        metavar="TAG",
+        shell_complete=completion(lambda ctx: _of_streams(ctx, "tag")),
+        help="Only this tag (a glob); may be repeated.",
+    ),
 )
 _RANKS = several(
     "--rank", "ranks", type=click.IntRange(min=0), metavar="N",

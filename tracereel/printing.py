@@ -58,16 +58,16 @@ def show(table: TextTable) -> None:
 
 def print_json(value: Any, *, indent: int | None = 2, err: bool = False) -> None:
     """Print a value as JSON without characters that a terminal obeys; on one line if `indent` is None."""
-    text = in_json(json.dumps(_jsonable(value), indent=indent, ensure_ascii=False, default=str))
+    text = in_json(json.dumps(in_json_values(value), indent=indent, ensure_ascii=False, default=str))
     click.echo(text.encode(errors="backslashreplace").decode(), err=err)  # JSON must be UTF-8, but a path need not be
 
 
-def _jsonable(value: Any) -> Any:
+def in_json_values(value: Any) -> Any:
     """The value with string keys, and with texts for non-finite numbers, which JSON lacks."""
     if isinstance(value, Mapping):
-        return {str(key): _jsonable(item) for key, item in value.items()}
+        return {str(key): in_json_values(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [_jsonable(item) for item in value]
+        return [in_json_values(item) for item in value]
     return finite(value)
 
 

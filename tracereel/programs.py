@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 MAIN = str(Path(__file__).absolute().with_name("__main__.py"))
 """The file that a launcher starts instead of a script."""
-OPTIONS = "options"
-"""The key in the click context for the options before the program, which go to the processes of a launcher."""
 
 
 module_option = click.option(
@@ -43,8 +41,11 @@ class ProgramCommand(Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Insert ``--`` after ``--module NAME``, where the program's own arguments begin."""
         options, end = self.own_words(args)
-        ctx.meta[OPTIONS] = args[:options]
         return super().parse_args(ctx, args if options == end else [*args[:end], "--", *args[end:]])
+
+    def options_of(self, args: Sequence[str]) -> list[str]:
+        """The options before the program, which go to the processes of a launcher, too."""
+        return list(args[: self.own_words(args)[0]])
 
     def own_words(self, args: Sequence[str]) -> tuple[int, int]:
         """How many leading words are the command's options, without and with a final ``--module NAME``."""
@@ -194,6 +195,36 @@ def trace_of_steps(run: str, steps: tuple[int, int], attempt: int | None = None)
     """
     of_attempt = "" if attempt is None else f".attempt-{attempt}"
     return f"{_stem(run)}{of_attempt}.steps-{steps[0]}-{steps[1]}.zarr"
+
+
+def plan_of_steps(
+    run: str, steps: tuple[int, int], attempt: int | None = None, out: str | None = None
+) -> dict[str, Any]:
+    """What running steps of a run again would do, in JSON values; runs nothing.
+
+    Returns
+    -------
+    dict
+        ``trace``, ``keyframe`` (the step it begins with), ``steps``, ``runs`` (how many steps), and ``out``, the path
+        of the trace to be made.
+
+    Raises
+    ------
+    CaptureError
+        If the steps cannot be run again; the sentence says what the run lacks.
+    """
+    from tracer.recording.reenacting.recorded import recorded_run
+    from tracer.recording.reenacting.reenact import plan_of
+
+    with recorded_run(run, attempt) as recorded:
+        plan = plan_of(recorded, steps)
+    return {
+        "trace": run,
+        "keyframe": plan.keyframe.at.global_step,
+        "steps": list(steps),
+        "runs": plan.count,
+        "out": out or trace_of_steps(run, steps, attempt),
+    }
 
 
 def recorded_again(

@@ -20,10 +20,10 @@ from tracer.messaging.messages import DEFAULT_TAG
 from tracer.recording.options import DISABLE, NAMES, WHEN, Flight, Options, bounds_or, disabled
 from tracer.shown import printable
 from tracereel import options
-from tracereel.command import FOUND, WRONG_USAGE, Refusal, debugging, need_analyze, wrong_usage
+from tracereel.command import FOUND, OPTIONS, WRONG_USAGE, Refusal, debugging, need_analyze, wrong_usage
 from tracereel.outputs import check_new_trace
 from tracereel.printing import few_shapes, path_in_model, print_json, print_table, say, size, steps_in_short
-from tracereel.programs import MAIN, OPTIONS, ProgramCommand, module_option, program_argument, program_of, title_of
+from tracereel.programs import MAIN, ProgramCommand, module_option, program_argument, program_of, title_of
 
 if TYPE_CHECKING:
     from analyze.seeing.check import Watch
@@ -176,10 +176,7 @@ _CAPTURE = ("kinds", "modules", "every", "burst", "start", "stop", "rows", "posi
     help="Judge what is recorded by the rules of trace check while the script trains; end the script at a finding as "
     "severe as this, or more, with exit code 6.",
 )
-@options.several(
-    "--rule", "rules", metavar="NAME[:key=value,...]",
-    help="With --stop-on: judge by this rule only; may be repeated. See trace rules.",
-)  # fmt: skip
+@options.rules(help="With --stop-on: judge by this rule only; may be repeated. See trace rules.")
 @options.declared(
     *(Options, "replicated", "max_overhead", "overhead_credit", "max_bytes", "stop_at_bytes", "min_free_disk")
 )

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tracereel import options
-from tracereel.command import DIFFERENT, FAILED, UNVERIFIED, WRONG_USAGE, Refusal, conclude, wrong_usage
+from tracereel.command import DIFFERENT, FAILED, OPTIONS, UNVERIFIED, WRONG_USAGE, Refusal, conclude, wrong_usage
 from tracereel.options import StepsOption
 from tracereel.outputs import Outputs, check_new_trace
 from tracereel.printing import print_json, say, show, tell
 from tracereel.programs import (
     MAIN,
-    OPTIONS,
     ProgramCommand,
     module_option,
     program_argument,
@@ -143,7 +142,14 @@ def reenact(
 
         span = None if steps_again is None else steps_again[:2]
         given = LateProbe(_inputs(late_probe), None if probe_labels is None else _array(probe_labels), span, attempt)
-        _probe(run, script, given, target, kinds, modules, overwrite=overwrite)
+        done = _probe(run, script, given, target, kinds, modules, overwrite=overwrite)
+        if as_json:
+            print_json({"trace": called, "keyframes": done})
+        else:
+            many = (
+                f"{len(done)} keyframes, of steps {done[0]:,} to {done[-1]:,}" if len(done) > 1 else f"step {done[0]:,}"
+            )
+            tell(f"the inputs went through the weights of {many}")
         say(f"recorded in {called}, with the tag probe: trace info {called}")
         return
     if probe_labels is not None or every_keyframe:
@@ -179,7 +185,7 @@ def reenact(
         _tell_launcher(code)
     conclude(status or FAILED if verdict.outcome == "unfinished" else code)
     if as_json:
-        print_json(verdict.describe())
+        print_json({**verdict.describe(), "trace": called, "answers": asked.rows()})
     else:
         from tracer.trace.claiming import this_process
 
@@ -188,7 +194,7 @@ def reenact(
         for line in verdict.details():
             tell(f"  {line}")
         say(f"recorded in {called}: trace info {called}")
-    asked.give()
+    asked.give(printed=not as_json)
 
 
 _EXIT_CODES = {"identical": 0, "partial": UNVERIFIED, "different": DIFFERENT, "unfinished": FAILED}
@@ -212,13 +218,17 @@ class _AskedMetrics:
             self._results = Results()
             self.receivers = [*subscribers, self._results.sink(subscribers, trace)]
 
-    def give(self) -> None:
-        """Print or write the answers."""
+    def rows(self) -> list[dict[str, Any]]:
+        """The answers in JSON values; none if they go to a file."""
+        return [] if self._results is None or self._target is not None else [row._asdict() for row in self._results]
+
+    def give(self, *, printed: bool = True) -> None:
+        """Write the answers, or, if they are to be `printed`, print them."""
         if self._results is None:
             return
         if self._target is not None:
             self._outputs.write(self._results, self._target, {})
-        elif len(self._results):
+        elif printed and len(self._results):
             show(self._results.to_table())
 
 
@@ -265,15 +275,13 @@ def _probe(
     modules: tuple[str, ...],
     *,
     overwrite: bool,
-) -> None:
+) -> list[int]:
     from tracer.recording.options import Options
     from tracer.recording.reenacting.reenact import probe_script
 
-    done = probe_script(
+    return probe_script(
         run, script, probe, out=target, kinds=kinds, modules=modules or None, options=Options(overwrite=overwrite)
     )
-    many = f"{len(done)} keyframes, of steps {done[0]:,} to {done[-1]:,}" if len(done) > 1 else f"step {done[0]:,}"
-    tell(f"the inputs went through the weights of {many}")
 
 
 def _inputs(named: str) -> Any:

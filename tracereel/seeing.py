@@ -52,10 +52,10 @@ _OF_A_RULE = 3
     ],
 )
 @options.traces
-@options.several(
-    "-s", "--rule", "rules", metavar="NAME[:key=value,...]",
+@options.rules(
+    "-s",
     help="Judge by this rule; may be repeated. Also path/to/file.py:ClassName[:key=value,...]. By default by all.",
-)  # fmt: skip
+)
 @options.steps_and_ranks
 @options.one_of(
     *("--fail-on", "note", "warning", "error"),
@@ -245,7 +245,7 @@ def _size(one: Suspect) -> str:
 
 
 @click.command(cls=Command, examples=["trace rules", "trace rules dead_units"])
-@click.argument("name", required=False)
+@click.argument("name", required=False, shell_complete=options.rule_names)
 @options.flag("--markdown", help="Print the page docs/rules.md, which describes all rules.")
 @options.as_json
 def rules(name: str | None, markdown: bool, as_json: bool) -> None:
@@ -347,8 +347,15 @@ def report(
 @_rank
 @options.number("--port", least=0, most=65535, default=0, help="Of this machine; by default one that is free.")
 @options.flag("--no-open", help="Print the address, and open no browser.")
+@options.as_json
 def view(
-    trace: str, others: tuple[str, ...], specs: tuple[str, ...], rank: int | None, port: int, no_open: bool
+    trace: str,
+    others: tuple[str, ...],
+    specs: tuple[str, ...],
+    rank: int | None,
+    port: int,
+    no_open: bool,
+    as_json: bool,
 ) -> None:
     """Show the page of `trace report` in a browser, and follow a run that is being recorded.
 
@@ -366,7 +373,10 @@ def view(
         with ExitStack() as until_served:
 
             def opened(address: str) -> None:
-                click.echo(address)
+                if as_json:
+                    print_json({"url": address}, indent=None)
+                else:
+                    click.echo(address)
                 say("Ctrl-C ends it.")
                 if not no_open:
                     webbrowser.open(until_served.enter_context(_leading_to(address)))
@@ -391,7 +401,8 @@ def _leading_to(address: str) -> Iterator[str]:
 @click.option("--epochs", type=click.IntRange(min=1), default=10, show_default=True)
 @click.option("--seed", type=int, default=0, show_default=True)
 @options.overwrite
-def demo(out: str, epochs: int, seed: int, overwrite: bool) -> None:
+@options.as_json
+def demo(out: str, epochs: int, seed: int, overwrite: bool, as_json: bool) -> None:
     """Train a small network on real images, record it, replay it, show what it says.
 
     The images are scikit-learn's handwritten digits, so nothing is downloaded. Takes less than a minute.
@@ -403,6 +414,10 @@ def demo(out: str, epochs: int, seed: int, overwrite: bool) -> None:
         from analyze import demo as demonstration
 
         shown = demonstration.run(folder, epochs=epochs, seed=seed, overwrite=overwrite, say=say)
+    if as_json:
+        files = [{"path": str(path), "what": what} for path, what in shown.files]
+        print_json({**shown.checked, "files": files, "commands": shown.commands})
+        return
     for caption, table in shown.tables:
         click.echo(f"\n{caption}")
         show(table)

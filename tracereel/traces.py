@@ -36,7 +36,6 @@ from tracereel.printing import (
 
 if TYPE_CHECKING:
     from analyze.seeing.runs import RunFacts
-    from tracer.trace.streams import Steps
     from tracer.upkeep.recover import Recovered
     from tracer.upkeep.verify import Report
 
@@ -66,7 +65,7 @@ def info(traces: tuple[str, ...], sort: str | None, without_data: bool, as_json:
     if len(traces) > 1 or means_several(traces[0]):
         _info_of_several(traces, sort, without_data, as_json)
         return
-    found = _info(traces[0])
+    found = info_of(traces[0])
     if as_json:
         print_json(found)
         return
@@ -74,7 +73,7 @@ def info(traces: tuple[str, ...], sort: str | None, without_data: bool, as_json:
         click.echo(f"{printable(name):<12}{printable(as_typed(value))}")
 
 
-def _info(trace: str) -> dict[str, Any]:
+def info_of(trace: str) -> dict[str, Any]:
     """`TraceReader.info`, with the number of messages per kind, and the tags."""
     with tracer.open(trace) as reader:
         counts: dict[str, int] = {}
@@ -114,7 +113,7 @@ def _info_of_several(traces: Sequence[str], sort: str | None, without_data: bool
     if any(one.status == "unreadable" for one in found):
         conclude(SOME_FAILED)
     if as_json:
-        print_json([_json_of(one) for one in found])
+        print_json([run_as_json(one) for one in found])
         return
     rows = found.rows()
     columns = list(rows[0])
@@ -129,13 +128,13 @@ def _cell(column: str, value: Any) -> Any:
     return f"{value:.4g}" if isinstance(value, float) else value
 
 
-def _json_of(run: RunFacts) -> dict[str, Any]:
+def run_as_json(run: RunFacts) -> dict[str, Any]:
     """The facts of a run beside others, and what ``trace info`` says of it alone."""
     facts = dataclasses.asdict(run)
     if run.status == "unreadable":
         path = run.trace if "://" in run.trace else os.path.abspath(run.trace)
         return {"path": path, "status": run.status, "problems": [run.problem]}
-    return {**_info(run.trace), "run": facts}
+    return {**info_of(run.trace), "run": facts}
 
 
 @click.command("ls", cls=Command, examples=["trace ls run.zarr -k weights -m 'encoder.*'"])
@@ -162,15 +161,26 @@ def list_streams(trace: str, filters: MessageFilters, as_json: bool) -> None:
     print_table(columns, rows, right=right, names=("module", "tag"), prose=("shape",), group="kind")
 
 
-def _values(reader: tracer.TraceReader, chosen: list[int], steps: Steps | None) -> Iterator[tuple[list[int], Any]]:
-    """The messages of some streams and steps: (stream number and counters, data) of each."""
+def messages_as_json(reader: tracer.TraceReader, filters: MessageFilters, values: int) -> Iterator[dict[str, Any]]:
+    """The facts of the messages that pass the filters, in the order in which they were recorded.
+
+    Parameters
+    ----------
+    reader : TraceReader
+    filters : MessageFilters
+    values : int
+        How many elements of each message are among the facts.
+    """
     from tracer.format.journal import Column
 
     columns = [Column.STREAM, Column.GLOBAL_STEP, Column.TRAIN_STEP, Column.EPOCH, Column.CALL]
+    chosen, streams, steps = [stream.id for stream in filters.streams(reader)], reader.streams, filters.steps
     start, stop = (steps or (None, None))[:2]
     for window in reader.within(start or 0, stop).windows():
         for row, data in window.values(streams=chosen, steps=steps):
-            yield window.journal[row, columns].tolist(), data
+            number, *counters = window.journal[row, columns].tolist()
+            stream = streams[number]
+            yield message_facts(stream, stream.module, counters, stream.dtype, data, values)
 
 
 @click.command(
@@ -190,12 +200,8 @@ def cat(trace: str, filters: MessageFilters, limit: int | None, values: int, as_
     from itertools import islice
 
     with tracer.open(trace) as reader:
-        chosen = [stream.id for stream in filters.streams(reader)]
         note_problems(reader)
-        streams = reader.streams
-        for (number, *counters), data in islice(_values(reader, chosen, filters.steps), limit):
-            stream = streams[number]
-            facts = message_facts(stream, stream.module, counters, stream.dtype, data, values)
+        for facts in islice(messages_as_json(reader, filters, values), limit):
             if as_json:
                 print_json(facts, indent=None)
             else:
@@ -268,10 +274,12 @@ def recover(src: str, dst: str, as_json: bool) -> None:
         try:
             loss = save(src, dst, progress=lambda done, total: advance(done))
         except TraceLostError as error:
+            if not as_json or error.loss is None:
+                raise
             conclude(FAILED)
-            if as_json and error.loss is not None:
-                print_json(error.loss.describe())
-            raise
+            print_json(error.loss.describe())
+            complain(f"Error: {error}")
+            return
     if not loss.lossless:
         conclude(DAMAGED)
     if as_json:

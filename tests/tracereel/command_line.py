@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from click.testing import CliRunner, Result
 
+from tests import answers
 from tracer.messaging.messages import Message, ModuleMessage, NetworkMessage
 from tracer.trace.writer import TraceWriter
 from tracereel.main import main
@@ -17,8 +18,10 @@ STEPS = 12
 
 
 def run(*arguments: object) -> Result:
-    """Call the command line in this process."""
-    return CliRunner().invoke(main, [str(argument) for argument in arguments], prog_name="trace")
+    """Call the command line in this process; what it prints with ``--json`` is checked against its schema."""
+    result = CliRunner().invoke(main, [str(argument) for argument in arguments], prog_name="trace")
+    answers.check(arguments, result.stdout)
+    return result
 
 
 def spawn(

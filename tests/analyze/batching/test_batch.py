@@ -27,7 +27,7 @@ from analyze.batching.engines import Processes, environment
 from analyze.batching.folder import folder_at
 from analyze.batching.manifest import estimate
 from analyze.tables.columns import COLUMNS
-from tests import processes
+from tests import answers, processes
 from tests.analyze.batching.batches import SPECS, TROUBLE, counted, damage, said, whole, write
 from tracer import ModuleMessage, TraceWriter
 from tracer.errors import CaptureError, TraceError, TraceExistsError, UnknownNameError
@@ -308,6 +308,7 @@ def test_the_command(runs: Path, trouble: str, tmp_path: Path) -> None:
     runner = CliRunner()
     common = ["batch", str(runs), "-s", "norm", "-s", "ratio", "--out", str(out), "--workers", "0"]
     told = json.loads(runner.invoke(main, [*common, "--plan"]).stdout)
+    answers.validator("batch").validate(told)
     assert told["totals"] == {"traces": 3, "units": 6, "cached": 0, "tasks": 3, "bytes": told["totals"]["bytes"]}
     assert not out.exists()
     guess = json.loads(runner.invoke(main, [*common, "--dry-run", "--json"]).stdout)

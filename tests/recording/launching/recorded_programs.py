@@ -27,7 +27,7 @@ import torch
 from click.testing import CliRunner
 
 import tracer
-from tests import processes
+from tests import answers, processes
 from tracereel.main import main
 
 ROOT = Path(__file__).parents[3]
@@ -108,9 +108,10 @@ def _as_a_program(folder: Path, environment: dict[str, str]) -> Iterator[None]:
 
 
 def trace(folder: Path, *words: str, **environment: str) -> Ended:
-    """A command of ``trace`` in a folder, in this process."""
+    """A command of ``trace`` in a folder, in this process; its JSON is checked against its schema."""
     with _as_a_program(folder, environment):
         done = CliRunner().invoke(main, words)
+    answers.check(words, done.stdout)
     failed = done.exception is not None and not isinstance(done.exception, SystemExit)
     told = "".join(traceback.format_exception(done.exception)) if failed else ""
     return Ended(done.exit_code, done.stdout, done.stderr + told)

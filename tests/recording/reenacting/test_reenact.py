@@ -27,6 +27,7 @@ from tracer.observing.capture import DEFAULT_KINDS
 from tracer.observing.reductions import hash_of
 from tracer.recording.bounds import OverheadBound
 from tracer.recording.schedule import Wish
+from tracereel.agents import MCPTools, OpenFolders
 
 WINDOWS = {name: (20, 21) if place % 2 else (13, 23) for place, name in enumerate(SCRIPTS) if name not in DATA_SETS}
 """Scripts, and their steps to run again: from a keyframe on, or from before one until after it."""
@@ -300,6 +301,11 @@ def test_a_replay_runs_the_steps_of_an_attempt(resumed: Path, tmp_path: Path) ->
     norms = [[json.loads(line)["value"] for line in done.stdout.splitlines()] for done in (last, first)]
     assert len(norms[0]) == len(norms[1]) > 0
     assert norms[0] != norms[1]
+    told = json.loads(trace(folder, *words, "--attempt", "0", "--plan").stdout)
+    runs = {"trace": "run.zarr", "keyframe": 10, "steps": [13, 15], "runs": 6, "out": "run.attempt-0.steps-13-15.zarr"}
+    assert told == runs
+    tool = MCPTools(OpenFolders([str(folder)])).reenact_plan("run.zarr", "13:15", attempt=0)["answer"]
+    assert tool == {**runs, **{name: f"{folder}/{runs[name]}" for name in ("trace", "out")}}
     planned = trace(folder, *words[:-1], "--attempt", "0", "--plan")
     assert planned.stdout.endswith("and ask run.attempt-0.steps-13-15.zarr\n")
     more = (
