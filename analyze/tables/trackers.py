@@ -205,7 +205,8 @@ class MlflowRun(Tracker):
     def __init__(self, package: Any, where: str, run: TrackedRun) -> None:
         super().__init__(package, where, run)
         if where and "://" not in where:
-            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # or MLflow takes no folder
+            where = os.path.abspath(where)  # it remembers stores by their paths
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # or it takes no folder
         self._client = package.MlflowClient(where or None)
         called = os.environ.get("MLFLOW_EXPERIMENT_NAME", "Default")
         experiment = self._client.get_experiment_by_name(called)
@@ -344,9 +345,8 @@ def tracker_of(target: str) -> Callable[[TrackedRun], Tracker]:
 @contextmanager
 def _begun(target: str, run: TrackedRun) -> Iterator[Tracker]:
     """A run in a tracker; what a tracker raises becomes a sentence."""
-    begin = tracker_of(target)
     try:
-        with begin(run) as tracker:
+        with tracker_of(target)(run) as tracker:
             yield tracker
     except TracerError:
         raise
@@ -367,6 +367,7 @@ def _runs(traces: Sequence[str]) -> dict[str, TrackedRun]:
 
 def hand_over_numbers(answers: AnswerColumns, target: str, times: Mapping[str, Clock]) -> None:
     """Hand answers to a tracker: see `analyze.Results.to_tracker`."""
+    tracker_of(target)  # also if there are no answers
     places: dict[tuple[str, int], list[int]] = {}
     for position, number in enumerate(answers.stream_ids):
         places.setdefault((answers.streams[number].trace, answers.streams[number].rank), []).append(position)

@@ -54,7 +54,7 @@ class TraceTracker(GeneralTracker):  # type: ignore[misc]  # without accelerate 
     requires_logging_directory = False
 
     def __init__(self, run: Run | None = None) -> None:
-        require("accelerate", _missing)
+        require("accelerate", _missing, "tracker")
         super().__init__()
         self.run = run
         self.config: dict[str, Any] = {}

@@ -148,7 +148,7 @@ class TraceLogger(Logger):  # type: ignore[misc]  # without Lightning a plain ob
     """
 
     def __init__(self, callback: TraceCallback) -> None:
-        require("lightning", _missing)
+        require("lightning", _missing, "logger")
         super().__init__()
         self._callback = callback
         self._scalars = Scalars()

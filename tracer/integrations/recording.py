@@ -22,11 +22,11 @@ _FROM_THE_TRAINER = frozenset({"self", "path", "model", "optimizer", "first_step
 """Parameters of `tracer.record` that a callback sets itself, not its user."""
 
 
-def require(library: str, missing: ImportError | None) -> None:
-    """Raise `TracerError` if a callback's library could not be imported."""
+def require(library: str, missing: ImportError | None, what: str = "callback") -> None:
+    """Raise `TracerError` if the library of a callback, or of another `what`, could not be imported."""
     if missing is not None:
         raise TracerError(
-            f"this callback needs {library}, which cannot be imported ({missing}): pip install 'tracereel[{library}]'"
+            f"this {what} needs {library}, which cannot be imported ({missing}): pip install 'tracereel[{library}]'"
         )
 
 
