@@ -86,10 +86,9 @@ def check(
         asked = rules_of(rules or None)
     check_trackers(trackers, traces[0])
     if len(traces) > 1 or means_several(traces[0]):
-        _check_several(traces, asked, filters, as_json, fail_on, trackers)
+        _check_several(traces, asked, filters, trackers, as_json, fail_on)
         return
-    found = _check(traces[0], asked, filters)
-    _hand_over(found, trackers)
+    found = _check(traces[0], asked, filters, trackers)
     if found.damage:
         conclude(DAMAGED)
     _conclude_found(found, fail_on)
@@ -118,22 +117,24 @@ def _hand_over(found: Checked | ReportPage, trackers: Iterable[str]) -> None:
         say(f"handed to {one}")
 
 
-def _check(trace: str, rules: list[Rule], filters: MessageFilters) -> Checked:
+def _check(trace: str, rules: list[Rule], filters: MessageFilters, trackers: Iterable[str]) -> Checked:
     from analyze.seeing.check import check as check_trace
 
     with tracer.open(trace, ranks=filters.ranks or None) as reader, plain_warnings():
         filters.check(reader)
         note_status(reader, trace)
-        return check_trace(reader, rules, steps=filters.steps)
+        found = check_trace(reader, rules, steps=filters.steps)
+    _hand_over(found, trackers)
+    return found
 
 
 def _check_several(
     traces: tuple[str, ...],
     rules: list[Rule],
     filters: MessageFilters,
+    trackers: Iterable[str],
     as_json: bool,
     fail_on: str | None,
-    trackers: tuple[str, ...],
 ) -> None:
     from analyze.traces import find_traces
 
@@ -143,8 +144,7 @@ def _check_several(
     conclude(SOME_FAILED)  # until all are checked, in case nobody reads on
     for trace in find_traces(traces):
         try:
-            found = _check(trace, rules, filters)
-            _hand_over(found, trackers)
+            found = _check(trace, rules, filters, trackers)
         except TracerError as error:
             complain(str(error))
             failed = True

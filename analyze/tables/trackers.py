@@ -13,7 +13,6 @@ from contextlib import ExitStack, contextmanager, redirect_stdout
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, final
 
 import numpy as np
@@ -33,7 +32,7 @@ class TrackedRun(NamedTuple):
     trace: str
     name: str
     settings: Mapping[str, Setting]
-    tags: Sequence[str]
+    tags: Sequence[Any]
     rank: int | None = None
 
     @property
@@ -42,14 +41,14 @@ class TrackedRun(NamedTuple):
         return self.name if self.rank is None else f"{self.name}/rank{self.rank}"
 
 
-class Counts(NamedTuple):
+class Bins(NamedTuple):
     """A histogram: the counts of (bins,), and the edges of (bins + 1,), which are finite."""
 
     counts: Sequence[float]
     edges: Sequence[float]
 
 
-Numbers = Mapping[str, float | Counts]
+Numbers = Mapping[str, float | Bins]
 
 
 class Tracker(ABC):
@@ -69,7 +68,7 @@ class Tracker(ABC):
     lacking: ClassVar = ""
     """What is wrong if `where` is empty."""
     histograms: ClassVar = True
-    """Whether `log` takes `Counts`."""
+    """Whether `log` takes `Bins`."""
     root: ClassVar = ""
     """The root of the network in the names of numbers."""
 
@@ -80,10 +79,8 @@ class Tracker(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.until_end.__exit__(kind, error, traceback)
+    def __exit__(self, *error: Any) -> None:
+        self.until_end.__exit__(*error)
 
     @abstractmethod
     def log(self, step: int, numbers: Numbers, when: float | None) -> None:
@@ -116,29 +113,30 @@ class TensorBoardRun(Tracker):
     def log(self, step: int, numbers: Numbers, when: float | None) -> None:
         """Write scalars and histograms."""
         for name, value in numbers.items():
-            if isinstance(value, Counts):
-                counts, edges = np.asarray(value.counts), np.asarray(value.edges)
-                centres = (edges[:-1] + edges[1:]) / 2
-                self._writer.add_histogram_raw(
-                    name,
-                    min=float(edges[0]),
-                    max=float(edges[-1]),
-                    num=int(counts.sum()),
-                    sum=float((centres * counts).sum()),
-                    sum_squares=float((centres * centres * counts).sum()),
-                    bucket_limits=edges[1:].tolist(),
-                    bucket_counts=counts.tolist(),
-                    global_step=step,
-                    walltime=when,
-                )
-            else:
+            if not isinstance(value, Bins):
                 self._writer.add_scalar(name, value, step, when)
+                continue
+            counts, edges = np.asarray(value.counts), np.asarray(value.edges)
+            centres = (edges[:-1] + edges[1:]) / 2
+            self._writer.add_histogram_raw(
+                name,
+                min=float(edges[0]),
+                max=float(edges[-1]),
+                num=int(counts.sum()),
+                sum=float(counts @ centres),
+                sum_squares=float(counts @ centres**2),
+                bucket_limits=edges[1:].tolist(),
+                bucket_counts=counts.tolist(),
+                global_step=step,
+                walltime=when,
+            )
 
     def tell(self, verdict: str, findings: Sequence[Finding]) -> None:
         """Write the verdict as a text, and each finding at its first step."""
         self._writer.add_text("verdict", verdict, 0)
         for one in findings:
-            self._writer.add_text(f"findings/{one.rule}", _sentence(one), one.first)
+            told = f"{one.severity}: {one.title}: {one.evidence}; {one.advice}"
+            self._writer.add_text(f"findings/{one.rule}", told, one.first)
 
     def show(self, name: str, page: str) -> None:
         """Write the page beside the event files; TensorBoard has no place for pages."""
@@ -157,15 +155,10 @@ class WandbRun(Tracker):
     def __init__(self, package: Any, where: str, run: TrackedRun) -> None:
         super().__init__(package, where, run)
         entity, _, project = where.rpartition("/")
-        self._run = self.package.init(
-            entity=entity or None,
-            project=project or None,
-            name=run.called,
-            config=dict(run.settings),
-            tags=list(run.tags) or None,
-            reinit="create_new",  # a run of the program's own goes on
-            settings=self.package.Settings(console="off", x_disable_stats=True),
-        )
+        told = {"name": run.called, "config": dict(run.settings), "tags": [*map(str, run.tags)] or None}
+        quiet = package.Settings(console="off", x_disable_stats=True)
+        # "create_new": a run of the program's own goes on
+        self._run = package.init(entity or None, project or None, reinit="create_new", settings=quiet, **told)
         self.until_end.callback(self._run.finish)
         self._run.define_metric("global_step")
         self._run.define_metric("*", step_metric="global_step")
@@ -177,10 +170,8 @@ class WandbRun(Tracker):
     def tell(self, verdict: str, findings: Sequence[Finding]) -> None:
         """Put the verdict into the summary, and the findings into a table."""
         self._run.summary["verdict"] = verdict
-        columns = ["step", "severity", "rule", "where", "steps", "evidence", "advice"]
-        rows = [
-            [one.first, str(one.severity), one.rule, one.place, one.steps, one.evidence, one.advice] for one in findings
-        ]
+        columns = ["first", "severity", "rule", "place", "steps", "evidence", "advice"]
+        rows = [[one.first, str(one.severity), *(getattr(one, name) for name in columns[2:])] for one in findings]
         self._run.log({"findings": self.package.Table(columns=columns, data=rows)})
 
     def show(self, name: str, page: str) -> None:
@@ -199,8 +190,8 @@ class MlflowRun(Tracker):
     histograms = False
     root = "root"  # a file store has a folder for the numbers of modules, and a file cannot have its name
 
-    _AT_ONCE: ClassVar = 1000, 100
-    """The most numbers, and the most settings, that MLflow takes at once."""
+    _AT_ONCE: ClassVar = 1000
+    """The most numbers that MLflow takes at once."""
 
     def __init__(self, package: Any, where: str, run: TrackedRun) -> None:
         super().__init__(package, where, run)
@@ -220,29 +211,28 @@ class MlflowRun(Tracker):
         self.until_end.callback(self._flush, 1)
         self._client.set_tag(self._id, "trace", run.trace)
         if run.tags:
-            self._client.set_tag(self._id, "tags", ", ".join(run.tags))
+            self._client.set_tag(self._id, "tags", ", ".join(map(str, run.tags)))
         settings = {_for_mlflow(name): str(value) for name, value in run.settings.items()}
-        new = [self.package.entities.Param(*one) for one in settings.items() if one[0] not in found.data.params]
-        for first in range(0, len(new), self._AT_ONCE[1]):
-            self._client.log_batch(self._id, params=new[first : first + self._AT_ONCE[1]])
+        new = [package.entities.Param(*one) for one in settings.items() if one[0] not in found.data.params]
+        for first in range(0, len(new), 100):  # at most so many at once
+            self._client.log_batch(self._id, params=new[first : first + 100])
 
     def log(self, step: int, numbers: Numbers, when: float | None) -> None:
         """Log as many as MLflow takes at once."""
         milliseconds = int(1000 * (time.time() if when is None else when))
         for name, value in numbers.items():
             self._waiting.append(self.package.entities.Metric(_for_mlflow(name), value, milliseconds, step))
-        self._flush(self._AT_ONCE[0])
+        self._flush(self._AT_ONCE)
 
     def _flush(self, least: int) -> None:
         while len(self._waiting) >= least:
-            now, self._waiting = self._waiting[: self._AT_ONCE[0]], self._waiting[self._AT_ONCE[0] :]
+            now, self._waiting = self._waiting[: self._AT_ONCE], self._waiting[self._AT_ONCE :]
             self._client.log_batch(self._id, metrics=now)
 
     def tell(self, verdict: str, findings: Sequence[Finding]) -> None:
         """Set the verdict as a tag, and log the findings as a file."""
         self._client.set_tag(self._id, "verdict", verdict)
-        told = json.dumps([one.as_json() for one in findings], indent=1)
-        self._client.log_text(self._id, told, "findings.json")
+        self._client.log_text(self._id, json.dumps([one.as_json() for one in findings], indent=1), "findings.json")
 
     def show(self, name: str, page: str) -> None:
         """Log the page as a file, which MLflow shows."""
@@ -269,19 +259,14 @@ class TrackioRun(Tracker):
 
     def __init__(self, package: Any, where: str, run: TrackedRun) -> None:
         super().__init__(package, where, run)
-        self.until_end.enter_context(redirect_stdout(sys.stderr))  # it tells what it does on stdout, as JSON may be
         config: dict[str, Any] = {name.lstrip("_"): value for name, value in run.settings.items()}  # _NAME is its own
         config |= {"tags": list(run.tags)} if run.tags else {}
-        self._run = self.package.init(
-            project=where,
-            name=run.called,
-            config=config,
-            resume="allow",
-            embed=False,
-            auto_log_cpu=False,
-            auto_log_gpu=False,
-        )
-        self.until_end.callback(self.package.finish)
+        told = {"name": run.called, "config": config}
+        quiet = {"embed": False, "auto_log_cpu": False, "auto_log_gpu": False}
+        with redirect_stdout(sys.stderr):  # it tells what it does on stdout, where a command's JSON is
+            self._run = package.init(where, resume="allow", **told, **quiet)
+        self.until_end.enter_context(redirect_stdout(sys.stderr))
+        self.until_end.callback(package.finish)
 
     def log(self, step: int, numbers: Numbers, when: float | None) -> None:
         """Log all in one call."""
@@ -290,9 +275,9 @@ class TrackioRun(Tracker):
     def tell(self, verdict: str, findings: Sequence[Finding]) -> None:
         """Log the verdict as a text, and each finding as an alert."""
         self._run.log({"verdict": self.package.Markdown(verdict)})
-        levels = {"note": "info", "warning": "warn", "error": "error"}
+        levels = self.package.AlertLevel
         for one in findings:
-            level = self.package.AlertLevel(levels[str(one.severity)])
+            level = (levels.INFO, levels.WARN, levels.ERROR)[one.severity - 1]
             self._run.alert(one.title, f"{one.evidence}; {one.advice}", level=level, step=one.first)
 
     def show(self, name: str, page: str) -> None:
@@ -301,15 +286,11 @@ class TrackioRun(Tracker):
 
 
 def _with_histograms(numbers: Numbers, histogram: Callable[..., Any]) -> dict[str, Any]:
-    """The numbers, with each of `Counts` as a program's own histogram."""
+    """The numbers, with each of `Bins` as a program's own histogram."""
     return {
-        name: histogram(np_histogram=tuple(map(np.asarray, value))) if isinstance(value, Counts) else value
+        name: histogram(np_histogram=tuple(map(np.asarray, value))) if isinstance(value, Bins) else value
         for name, value in numbers.items()
     }
-
-
-def _sentence(found: Finding) -> str:
-    return f"{found.severity}: {found.title}: {found.evidence}; {found.advice}"
 
 
 TRACKERS: dict[str, type[Tracker]] = {
@@ -355,14 +336,12 @@ def _begun(target: str, run: TrackedRun) -> Iterator[Tracker]:
         raise TracerError(f"{target} did not take the run {run.called!r}: {type(error).__name__}: {told}") from error
 
 
-def _runs(traces: Sequence[str]) -> dict[str, TrackedRun]:
-    """What trackers are told of the runs of traces."""
-    names = run_names(traces)
-    headers = {trace: header_of(trace) for trace in traces}
-    return {
-        trace: TrackedRun(trace, names[trace], settings_of(header), [str(tag) for tag in header.get("tags") or ()])
-        for trace, header in headers.items()
-    }
+def _runs(traces: Sequence[str]) -> Iterator[tuple[str, TrackedRun]]:
+    """What trackers are told of the run of each trace."""
+    for trace, name in run_names(traces).items():
+        header = header_of(trace)
+        tags = header.get("tags")
+        yield trace, TrackedRun(trace, name, settings_of(header), tags if isinstance(tags, list) else ())
 
 
 def hand_over_numbers(answers: AnswerColumns, target: str, times: Mapping[str, Clock]) -> None:
@@ -371,7 +350,7 @@ def hand_over_numbers(answers: AnswerColumns, target: str, times: Mapping[str, C
     places: dict[tuple[str, int], list[int]] = {}
     for position, number in enumerate(answers.stream_ids):
         places.setdefault((answers.streams[number].trace, answers.streams[number].rank), []).append(position)
-    runs = _runs(list(dict.fromkeys(trace for trace, _ in places)))
+    runs = dict(_runs(list(dict.fromkeys(trace for trace, _ in places))))
     several_ranks = len({rank for _, rank in places}) > 1
     step_of = answers.counters["global_step"].__getitem__
     for (trace, rank), own in places.items():
@@ -388,7 +367,8 @@ def hand_over_findings(
     """Hand the verdict on a trace, its findings, and pages by their names to a tracker."""
     inside = "" if "://" in trace else os.path.relpath(trace)
     trace = trace if not inside or inside.startswith(os.pardir) else inside  # as a user types it
-    with _begun(target, _runs([trace])[trace]) as tracker:
+    ((_, run),) = _runs([trace])
+    with _begun(target, run) as tracker:
         tracker.tell(verdict, findings)
         for name, page in pages.items():
             tracker.show(name, page)
@@ -418,19 +398,19 @@ class _Named:
         kinds = {one.kind for one in answers.streams if "_edges" in one.kind and tracker.histograms}
         self._edges_of = {kind.replace("_edges", "", 1): kind for kind in kinds}
 
-    def numbers(self, places: Sequence[int]) -> dict[str, float | Counts]:
+    def numbers(self, places: Sequence[int]) -> dict[str, float | Bins]:
         """The numbers of the messages of a step, by their positions."""
         answers = self._answers
         by_key = {self._key(place): place for place in places} if self._edges_of else {}
         edges = {place: by_key[key] for place in places if (key := self._key(place, self._edges_of)) in by_key}
-        found: dict[str, float | Counts] = {}
+        found: dict[str, float | Bins] = {}
         for place in places:
             call = answers.counters["call"][place]
             name = self._names[answers.stream_ids[place]] + (f":{call}" if call else "")
             numbers = answers.numbers(place)
             if place in edges:
                 limits = answers.numbers(edges[place])
-                found |= {name: Counts(numbers, limits)} if np.isfinite(limits).all() else {}
+                found |= {name: Bins(numbers, limits)} if np.isfinite(limits).all() else {}
             elif place not in edges.values():
                 found |= zip(map(name.__add__, positions(answers.shapes[place])), numbers, strict=True)
         return found
