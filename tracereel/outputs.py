@@ -73,14 +73,15 @@ def check_installed(package: str, extra: str, what: str) -> None:
         raise TracerError(f"{what} needs {package}, which is not installed: pip install 'tracereel[{extra}]'")
 
 
-def check_trackers(targets: Sequence[str], trace: str) -> None:
+def check_trackers(targets: Sequence[str], traces: Sequence[str]) -> None:
     """Refuse a target for `analyze.Results.to_tracker` that names no tracker, or a path that cannot be written to."""
     from analyze.tables.trackers import tracker_of
 
     for target in targets:
         name, _, where = target.partition(":")
         if name in ("tensorboard", "mlflow") and where and "://" not in where:
-            check_apart(where, trace)
+            for trace in traces:
+                check_apart(where, trace)
             if Path(where).exists() and not Path(where).is_dir():
                 raise TraceExistsError(f"{where} is already there and is not a directory")
         with wrong_usage():
@@ -114,7 +115,7 @@ class Outputs(NamedTuple):
             check_apart(self.out, trace)
             if target.suffix == ".parquet":
                 check_installed("pyarrow", "tables", "writing Parquet")
-        check_trackers(self.targets, trace)
+        check_trackers(self.targets, [trace])
         return target
 
     def write(self, results: Results, target: Path | None, times: Mapping[str, Callable[[int], float]]) -> None:

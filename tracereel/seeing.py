@@ -81,14 +81,16 @@ def check(
     """
     from analyze.seeing.check import rules_of
     from analyze.seeing.commands import next_commands
+    from analyze.traces import find_traces
 
     with wrong_usage():
         asked = rules_of(rules or None)
-    check_trackers(trackers, traces[0])
+    check_trackers(trackers, find_traces(traces) if trackers else ())
     if len(traces) > 1 or means_several(traces[0]):
         _check_several(traces, asked, filters, trackers, as_json, fail_on)
         return
-    found = _check(traces[0], asked, filters, trackers)
+    found = _check(traces[0], asked, filters)
+    _hand_over(found, trackers)
     if found.damage:
         conclude(DAMAGED)
     _conclude_found(found, fail_on)
@@ -117,15 +119,13 @@ def _hand_over(found: Checked | ReportPage, trackers: Iterable[str]) -> None:
         say(f"handed to {one}")
 
 
-def _check(trace: str, rules: list[Rule], filters: MessageFilters, trackers: Iterable[str]) -> Checked:
+def _check(trace: str, rules: list[Rule], filters: MessageFilters) -> Checked:
     from analyze.seeing.check import check as check_trace
 
     with tracer.open(trace, ranks=filters.ranks or None) as reader, plain_warnings():
         filters.check(reader)
         note_status(reader, trace)
-        found = check_trace(reader, rules, steps=filters.steps)
-    _hand_over(found, trackers)
-    return found
+        return check_trace(reader, rules, steps=filters.steps)
 
 
 def _check_several(
@@ -144,7 +144,7 @@ def _check_several(
     conclude(SOME_FAILED)  # until all are checked, in case nobody reads on
     for trace in find_traces(traces):
         try:
-            found = _check(trace, rules, filters, trackers)
+            found = _check(trace, rules, filters)
         except TracerError as error:
             complain(str(error))
             failed = True
@@ -152,6 +152,7 @@ def _check_several(
             if not as_json:
                 tell(f"{trace}: unreadable")
             continue
+        _hand_over(found, trackers)
         if found.damage:
             complain(f"{found.damage}; the answer is to what comes before that")
             failed = True
@@ -334,7 +335,7 @@ def report(
     for one in (trace, *others):
         check_apart(target, one)
     check_installed("bokeh", "report", "a report")
-    check_trackers(trackers, trace)
+    check_trackers(trackers, [trace])
     with plain_warnings():
         from analyze.registry import instances
         from analyze.seeing.report import report as write

@@ -82,8 +82,8 @@ class Recording:
 
     def know_settings(self, settings: Any) -> None:
         """Add settings of the run to the header of the recording that begins next, below those of ``config=``."""
-        self._settings |= settings_of("the hyperparameters", settings)
-        if self.active and self._settings:
+        known, self._settings = self._settings, self._settings | settings_of("the hyperparameters", settings)
+        if self.active and self._settings != known:
             warn_only(f"the recording to {self._path} has begun, so its header has no hyperparameters that come now")
 
     def begin(self, model: nn.Module, optimizers: Iterable[Optimizer], step: int, epoch: int) -> None:
