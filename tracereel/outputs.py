@@ -91,10 +91,10 @@ def check_trackers(targets: Sequence[str], traces: Sequence[str]) -> None:
 class Outputs(NamedTuple):
     """Where answers are written."""
 
-    out: str | None = None
-    tensorboard: str | None = None
+    out: str | None
+    tensorboard: str | None
+    overwrite: bool
     trackers: tuple[str, ...] = ()
-    overwrite: bool = False
 
     @property
     def targets(self) -> tuple[str, ...]:

@@ -162,7 +162,7 @@ def reenact(
     refused = [kind for kind in kinds if kind not in OF_STEPS]
     if refused:
         raise Refusal(f"steps that are run again have no {refused[0]}; they have {', '.join(OF_STEPS)}", WRONG_USAGE)
-    asked = _AskedMetrics(specs, Outputs(answers, overwrite=overwrite), run, called)
+    asked = _AskedMetrics(specs, Outputs(answers, None, overwrite), run, called)
     verdict, status = reenact_script(
         run,
         script,
