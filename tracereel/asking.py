@@ -62,6 +62,7 @@ if TYPE_CHECKING:
         "trace replay run.zarr -s norm:kind=weight_gradients,order=1 -m 'fc*' --out norms.csv",
         "trace replay run.zarr -s svcca:tag=probe --plan",
         "trace replay run.zarr -s ratio --follow",
+        "trace replay run.zarr -s norm --to wandb:vision",
     ],
 )
 @options.path("trace")
@@ -72,6 +73,7 @@ if TYPE_CHECKING:
 @options.filters
 @options.file("--out", help="Write the answers: .parquet, .csv, .jsonl, or as a trace: .zarr, .h5.")
 @options.file("--tensorboard", metavar="DIR", help="Write the answers for TensorBoard too: a run in DIR.")
+@options.trackers
 @options.overwrite
 @options.gather(outputs=Outputs)
 @options.flag("--follow", help="Go on with a run that is being recorded until it ends.")
@@ -167,7 +169,7 @@ def replay(
     if not follow:  # with --follow, answers were printed as they came
         if as_json:
             _print_rows(results)
-        elif outputs.out is None and outputs.tensorboard is None and len(results):
+        elif outputs.out is None and not outputs.targets and len(results):
             show(results.to_table(companions=companions))
     if damage is not None:
         raise Refusal(f"{damage}; the answers are to what comes before that", Refusal.of(damage).exit_code)

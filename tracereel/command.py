@@ -202,8 +202,8 @@ HEADINGS: Mapping[str, Sequence[str]] = {
     "What is read": ("kinds", "modules", "steps", "tags", "ranks", "rank", "follow", "no_verify", "limit"),
     "Where it is computed": ("workers", "scheduler", "slurm", "part", "memory", "part_bytes", "force"),
     "What is written": (
-        *("out", "answers", "log", "table", "tensorboard", "overwrite", "resume", "first_step", "compression"),
-        *("max_overhead", "overhead_credit", "max_bytes", "stop_at_bytes", "min_free_disk"),
+        *("out", "answers", "log", "table", "tensorboard", "trackers", "overwrite", "resume", "first_step"),
+        *("compression", "max_overhead", "overhead_credit", "max_bytes", "stop_at_bytes", "min_free_disk"),
         *("chunk_bytes", "queue_bytes", "on_full", "strict", "commit_steps", "commit_seconds", "durable"),
     ),
     "Before it is done": ("only_plan", "dry_run", "certify_steps", "require_identical", "only_dry_run", "run_steps"),

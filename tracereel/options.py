@@ -269,6 +269,10 @@ def _refuse_folder(ctx: click.Context, parameter: click.Parameter, given: str) -
 traces = click.argument("traces", metavar="TRACE...", nargs=-1, required=True, type=click.Path(path_type=str))
 as_json = flag("--json", "as_json", help="Print JSON.")
 overwrite = flag("--overwrite", help="Replace what is already at the output's path.")
+trackers = several(
+    "--to", "trackers", metavar="TRACKER",
+    help="Hand it to a tracker too: wandb[:PROJECT], mlflow[:FOLDER], trackio:PROJECT or tensorboard:DIR; repeatable.",
+)  # fmt: skip
 compression = several(
     "--compression", metavar="[KIND=]NAME",
     help="auto (integers and inputs; the default), none, lz4, lz4hc or zstd, for everything or for a kind; "

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from tracer.errors import TraceError, TraceExistsError, TracerError
-from tracereel.command import WRONG_USAGE, Refusal
+from tracereel.command import WRONG_USAGE, Refusal, wrong_usage
 from tracereel.printing import say
 
 if TYPE_CHECKING:
@@ -73,12 +73,33 @@ def check_installed(package: str, extra: str, what: str) -> None:
         raise TracerError(f"{what} needs {package}, which is not installed: pip install 'tracereel[{extra}]'")
 
 
+def check_trackers(targets: Sequence[str], traces: Sequence[str]) -> None:
+    """Refuse a target for `analyze.Results.to_tracker` that names no tracker, or a path that cannot be written to."""
+    from analyze.tables.trackers import tracker_of
+
+    for target in targets:
+        name, _, where = target.partition(":")
+        if name in ("tensorboard", "mlflow") and where and "://" not in where:
+            for trace in traces:
+                check_apart(where, trace)
+            if Path(where).exists() and not Path(where).is_dir():
+                raise TraceExistsError(f"{where} is already there and is not a directory")
+        with wrong_usage():
+            tracker_of(target)
+
+
 class Outputs(NamedTuple):
     """Where answers are written."""
 
     out: str | None
     tensorboard: str | None
     overwrite: bool
+    trackers: tuple[str, ...] = ()
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """The trackers, with that of ``--tensorboard``."""
+        return self.trackers if self.tensorboard is None else (*self.trackers, f"tensorboard:{self.tensorboard}")
 
     def checked(self, trace: str) -> Path | None:
         """Refuse impossible outputs; return the absolute path of `out`.
@@ -94,19 +115,15 @@ class Outputs(NamedTuple):
             check_apart(self.out, trace)
             if target.suffix == ".parquet":
                 check_installed("pyarrow", "tables", "writing Parquet")
-        if self.tensorboard is not None:
-            check_apart(self.tensorboard, trace)
-            check_installed("tensorboard", "tensorboard", "writing for TensorBoard")
-            if Path(self.tensorboard).exists() and not Path(self.tensorboard).is_dir():
-                raise TraceExistsError(f"{self.tensorboard} is already there and is not a directory")
+        check_trackers(self.targets, [trace])
         return target
 
     def write(self, results: Results, target: Path | None, times: Mapping[str, Callable[[int], float]]) -> None:
-        """Write answers to `target`, the path from `checked`, and for TensorBoard."""
+        """Write answers to `target`, the path from `checked`, and hand them to trackers."""
         if target is not None:
             target.parent.mkdir(parents=True, exist_ok=True)
             results.write(target, overwrite=self.overwrite)
             say(f"{len(results):,} rows written to {self.out}")
-        if self.tensorboard is not None:
-            results.to_tensorboard(self.tensorboard, times=times)
-            say(f"events written to {self.tensorboard}")
+        for one in self.targets:
+            results.to_tracker(one, times=times)
+            say(f"{len(results):,} numbers handed to {one}")

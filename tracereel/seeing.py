@@ -19,7 +19,7 @@ from tracer.errors import CaptureError, TracerError
 from tracereel import options
 from tracereel.command import DAMAGED, FOUND, SOME_FAILED, Command, Refusal, conclude, debugging, wrong_usage
 from tracereel.options import MessageFilters
-from tracereel.outputs import check_apart, check_installed, check_new
+from tracereel.outputs import check_apart, check_installed, check_new, check_trackers
 from tracereel.printing import (
     complain,
     note_problems,
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from analyze.rules.rule import Rule
     from analyze.seeing.blame import Suspect
     from analyze.seeing.check import Checked
+    from analyze.seeing.report import ReportPage
 
 _OF_A_RULE = 3
 """How many findings of a rule are printed; the others are counted."""
@@ -49,6 +50,7 @@ _OF_A_RULE = 3
         "trace check run.zarr",
         "trace check run.zarr --rule dead_units:share=0.9 --rule not_finite",
         "trace check runs/ --fail-on warning",
+        "trace check run.zarr --to mlflow:mlruns",
     ],
 )
 @options.traces
@@ -61,9 +63,15 @@ _OF_A_RULE = 3
     *("--fail-on", "note", "warning", "error"),
     help="Exit with code 6 if there is a finding as severe as this, or more.",
 )
+@options.trackers
 @options.as_json
 def check(
-    traces: tuple[str, ...], rules: tuple[str, ...], filters: MessageFilters, fail_on: str | None, as_json: bool
+    traces: tuple[str, ...],
+    rules: tuple[str, ...],
+    filters: MessageFilters,
+    fail_on: str | None,
+    trackers: tuple[str, ...],
+    as_json: bool,
 ) -> None:
     """Say what went wrong in a run, where and since when; of several, a line each.
 
@@ -73,13 +81,16 @@ def check(
     """
     from analyze.seeing.check import rules_of
     from analyze.seeing.commands import next_commands
+    from analyze.traces import find_traces
 
     with wrong_usage():
         asked = rules_of(rules or None)
+    check_trackers(trackers, find_traces(traces) if trackers else ())
     if len(traces) > 1 or means_several(traces[0]):
-        _check_several(traces, asked, filters, as_json, fail_on)
+        _check_several(traces, asked, filters, trackers, as_json, fail_on)
         return
     found = _check(traces[0], asked, filters)
+    _hand_over(found, trackers)
     if found.damage:
         conclude(DAMAGED)
     _conclude_found(found, fail_on)
@@ -102,6 +113,12 @@ def _conclude_found(found: Checked, fail_on: str | None) -> None:
             conclude(FOUND)
 
 
+def _hand_over(found: Checked | ReportPage, trackers: Iterable[str]) -> None:
+    for one in trackers:
+        found.to_tracker(one)
+        say(f"handed to {one}")
+
+
 def _check(trace: str, rules: list[Rule], filters: MessageFilters) -> Checked:
     from analyze.seeing.check import check as check_trace
 
@@ -112,7 +129,12 @@ def _check(trace: str, rules: list[Rule], filters: MessageFilters) -> Checked:
 
 
 def _check_several(
-    traces: tuple[str, ...], rules: list[Rule], filters: MessageFilters, as_json: bool, fail_on: str | None
+    traces: tuple[str, ...],
+    rules: list[Rule],
+    filters: MessageFilters,
+    trackers: Iterable[str],
+    as_json: bool,
+    fail_on: str | None,
 ) -> None:
     from analyze.traces import find_traces
 
@@ -130,6 +152,7 @@ def _check_several(
             if not as_json:
                 tell(f"{trace}: unreadable")
             continue
+        _hand_over(found, trackers)
         if found.damage:
             complain(f"{found.damage}; the answer is to what comes before that")
             failed = True
@@ -290,6 +313,7 @@ _rank = options.number("--rank", least=0, help="Draw this rank of a distributed 
 @_metrics
 @_rank
 @options.overwrite
+@options.trackers
 @options.as_json
 def report(
     trace: str,
@@ -298,6 +322,7 @@ def report(
     specs: tuple[str, ...],
     rank: int | None,
     overwrite: bool,
+    trackers: tuple[str, ...],
     as_json: bool,
 ) -> None:
     """Write a page that shows a run: what went wrong, where and since when, in pictures.
@@ -310,6 +335,7 @@ def report(
     for one in (trace, *others):
         check_apart(target, one)
     check_installed("bokeh", "report", "a report")
+    check_trackers(trackers, [trace])
     with plain_warnings():
         from analyze.registry import instances
         from analyze.seeing.report import report as write
@@ -319,6 +345,7 @@ def report(
         say(f"Replaying {trace} ...")
         Path(target).parent.mkdir(parents=True, exist_ok=True)
         found = write(trace, target, against=others, metrics=metrics, rank=rank, overwrite=overwrite)
+        _hand_over(found, trackers)
     checked = found.checked
     if found.damage:
         conclude(DAMAGED)

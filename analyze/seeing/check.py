@@ -18,6 +18,7 @@ from analyze.rules.coverage import together as coverage_of
 from analyze.rules.finding import Finding, Severity
 from analyze.rules.rule import Rule, TableRule
 from analyze.rules.tables import ByTables, Reader
+from analyze.tables.trackers import hand_over_findings
 from tracer.errors import MessageError, StopTraining, TraceCorruptError, UnknownNameError
 from tracer.format.journal import Column
 from tracer.messaging.messages import DEFAULT_TAG, KINDS, Message
@@ -169,6 +170,18 @@ class Checked:
         rows = [(one.first, one.severity, one.rule, one.place, one.steps, one.evidence) for one in self.findings]
         told = table(columns, rows, self.verdict)
         return told + table(*in_table(self.coverage, (one.rule for one in self.findings)), "what each rule judged")
+
+    def to_tracker(self, target: str, **pages: str) -> None:
+        """Hand the verdict and the findings to a program that shows runs.
+
+        Parameters
+        ----------
+        target : str
+            As in `Results.to_tracker`; what that raises is raised.
+        **pages : str
+            Pages of HTML, by their names.
+        """
+        hand_over_findings(target, self.trace, self.verdict, self.findings, pages)
 
     def as_json(self) -> dict[str, Any]:
         """All fields in JSON values, as `trace check --json` prints them."""

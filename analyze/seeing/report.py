@@ -330,6 +330,10 @@ class ReportPage:
         """Why the trace could not be read to its end; empty if it could."""
         return self.gathered.damage
 
+    def to_tracker(self, target: str) -> None:
+        """Hand the verdict, the findings and the page to a program that shows runs, as `Results.to_tracker`."""
+        self.checked.to_tracker(target, report=self.html.encode(errors="backslashreplace").decode())
+
     def __repr__(self) -> str:
         return f"ReportPage({self.checked.verdict})"
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
 from numpy.typing import NDArray
 
-from analyze.tables import arrays, writing
+from analyze.tables import arrays, trackers, writing
 from analyze.tables.columns import COLUMNS, AnswerColumns, Answers, Row
 from analyze.tables.companions import companions_of, statuses_of
 from analyze.tables.layout import TextTable
@@ -352,25 +353,50 @@ class Results:
         writing.write_trace(self.messages(), self.traces, self.subscribers, path, overwrite=overwrite)
 
     def to_tensorboard(self, logdir: writing.PathLike, *, times: Mapping[str, writing.Clock] | None = None) -> None:
-        """Write TensorBoard event files: each number is a scalar ``kind/module`` at its global step.
+        """Write TensorBoard event files: `to_tracker` with ``tensorboard:LOGDIR``.
 
         Each trace is a run in a folder below `logdir`, named like the trace's path without its suffix, with a subfolder
-        per rank if there are several. The name of a scalar also has the tag unless it is ``default``, and the position
-        of a number in an array. Counts with edges (of ``histogram``) become histograms.
+        per rank if there are several.
 
         Parameters
         ----------
         logdir : path
         times : mapping of str to callable, optional
-            Trace → the time of a global step, in seconds since 1970; see `analyze.tables.writing.times_of`. By
-            default, the time of writing.
+            As in `to_tracker`.
 
         Raises
         ------
         TracerError
             If tensorboard is not installed.
         """
-        writing.write_events(self._gathered(), logdir, times or {})
+        self.to_tracker(f"tensorboard:{os.fspath(logdir)}", times=times)
+
+    def to_tracker(self, target: str, *, times: Mapping[str, writing.Clock] | None = None) -> None:
+        """Hand the answers to a program that shows runs: each number is ``kind/module`` at its global step.
+
+        Each trace is a run, with its name and settings; each rank is one, if there are several. The name of a number
+        also has the tag unless it is ``default``, and its position in an array. Counts with edges (of ``histogram``)
+        become histograms, which MLflow has not. Whether a server is contacted is up to the settings of the tracker.
+
+        Parameters
+        ----------
+        target : str
+            ``wandb[:PROJECT]``, ``mlflow[:FOLDER]`` (or a tracking URI), ``trackio:PROJECT`` or ``tensorboard:DIR``.
+            Without a project or folder, that of the tracker's own settings.
+        times : mapping of str to callable, optional
+            Trace → the time of a global step, in seconds since 1970; see `analyze.tables.writing.times_of`. By
+            default, the time of writing. TensorBoard and MLflow take it.
+
+        Raises
+        ------
+        UnknownNameError
+            If there is no such tracker.
+        MessageError
+            If `target` must name a project or folder.
+        TracerError
+            If the tracker is not installed, or does not take the run.
+        """
+        trackers.hand_over_numbers(self._gathered(), target, times or {})
 
 
 @final

@@ -119,7 +119,7 @@ def columns_of(traces: Sequence[str], taken: Collection[str] = ()) -> dict[str, 
     """
     if len(traces) < 2:
         return {}
-    headers = {trace: _header(trace) for trace in traces}
+    headers = {trace: header_of(trace) for trace in traces}
     settings = {trace: settings_of(header) for trace, header in headers.items()}
     names = {trace: name_of(header, trace) for trace, header in headers.items()}
     columns: dict[str, dict[str, Setting]] = {"run": dict(names)}
@@ -129,7 +129,8 @@ def columns_of(traces: Sequence[str], taken: Collection[str] = ()) -> dict[str, 
     return columns
 
 
-def _header(trace: str) -> Mapping[str, Any]:
+def header_of(trace: str) -> Mapping[str, Any]:
+    """The header of a trace; empty if it cannot be opened."""
     from tracer.trace.reader import TraceReader
 
     try:
@@ -141,6 +142,6 @@ def _header(trace: str) -> Mapping[str, Any]:
 
 def run_names(traces: Sequence[str]) -> dict[str, str]:
     """What each of several runs is called; its path, where another run is called the same."""
-    names = {trace: name_of(_header(trace), trace) for trace in traces}
+    names = {trace: name_of(header_of(trace), trace) for trace in traces}
     known = Counter(names.values())
     return {trace: name if known[name] == 1 else trace for trace, name in names.items()}

@@ -77,3 +77,18 @@ def test_copies_of_what_records_do_not_record(tmp_path: Path, way: Callable[[Rec
         assert reader.status == "finished"
         assert len([*reader.messages("batch_finished")]) == 1
     assert not way(recording).active
+
+
+def test_hyperparameters_that_come_too_late_are_told_of(tmp_path: Path) -> None:
+    """The header has those from before the recording, below its own settings; one warning tells of the others."""
+    model = torch.nn.Linear(4, 3)
+    recording = Recording(tmp_path / "run.zarr", {"loss": None, "config": {"lr": 0.2}})
+    recording.know_settings({"lr": 0.1, "width": 3})
+    recording.begin(model, [torch.optim.SGD(model.parameters(), lr=0.1)], 0, 0)
+    with pytest.warns(RuntimeWarning, match="has begun, so its header has no hyperparameters") as told:
+        for _ in range(2):
+            recording.know_settings({"depth": 2})
+    assert len(told) == 1
+    recording.end()
+    with TraceReader(tmp_path / "run.zarr") as reader:
+        assert reader.header["config"] == {"lr": 0.2, "width": 3}

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import tracer
 from tracer.errors import CaptureError, TraceExistsError, UnknownNameError
-from tracer.integrations.lightning import TraceCallback
+from tracer.integrations.lightning import TraceCallback, TraceLogger
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # it calls deprecated parts of others when it is imported
@@ -366,3 +366,43 @@ def test_mistakes(tmp_path: Path) -> None:
     (tmp_path / "run.zarr" / "something").touch()
     with pytest.raises(TraceExistsError):
         trainer(TraceCallback(tmp_path / "run.zarr", capture=tracer.Capture())).fit(Classifier(), loader())
+
+
+class Logging(Classifier):
+    """Logs its loss under two names, and has hyperparameters."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        loss = super().training_step(batch, index)
+        self.log_dict({"mine": loss, "loss": loss})
+        self.log("by_epoch", loss, on_step=False, on_epoch=True)
+        return loss
+
+
+def test_what_a_module_logs_is_in_the_trace(tmp_path: Path) -> None:
+    """Each number at the step that it is of; a name of the trace's own is another; hyperparameters are settings."""
+    model, path = Logging(width=5), tmp_path / "run.zarr"
+    callback = TraceCallback(path, capture=tracer.Capture(), config={"lr": 0.01})
+    fit = trainer(callback, logger=TraceLogger(callback), log_every_n_steps=2)
+    fit.fit(model, loader(), loader())
+    losses = [float(loss) for loss, _ in model.seen]
+    assert len(losses) == 10
+    with tracer.open(path) as trace:
+        assert trace.header["config"] == {"width": 5, "lr": 0.01}
+        for kind in ("mine", "logged_loss"):
+            found = {one.global_step: float(one.data) for one in trace.messages(kinds=kind)}
+            assert found == pytest.approx({step: losses[step] for step in (1, 3, 5, 7, 9)})
+        assert trace.array("loss")[1].tolist() == pytest.approx(losses)  # each once
+        for kind in ("by_epoch", "val_loss"):
+            assert [(one.global_step, one.epoch) for one in trace.messages(kinds=kind)] == [(4, 0), (9, 1)]
+        sizes = [4, 4, 4, 4, 2]
+        means = [sum(n * loss for n, loss in zip(sizes, losses[5 * k :], strict=False)) / 18 for k in range(2)]
+        assert [float(one.data) for one in trace.messages(kinds="by_epoch")] == pytest.approx(means)
+        assert "epoch" not in {stream.kind for stream in trace.streams}
+    with pytest.warns(RuntimeWarning, match="while nothing is recorded") as told:
+        for _ in range(2):
+            fit.validate(model, loader(), verbose=False)
+    assert len([one for one in told if "nothing is recorded" in str(one.message)]) == 1

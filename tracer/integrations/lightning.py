@@ -1,18 +1,20 @@
-"""A callback that records the training of a Lightning trainer: ``Trainer(callbacks=[TraceCallback("run.zarr")])``."""
+"""Records the training of a Lightning trainer, ``Trainer(callbacks=[TraceCallback("run.zarr")])``, and what it logs."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from tracer.errors import CaptureError
-from tracer.integrations.recording import Recording, require
+from tracer.integrations.recording import Recording, Scalars, require
 from tracer.recording.recording import Run
 from tracer.stores.locations import Anywhere
 
 try:
     from lightning.pytorch import Callback
+    from lightning.pytorch.loggers import Logger
 except ImportError as _error:
-    Callback = object
+    Callback = Logger = object
     _missing: ImportError | None = _error
 else:
     _missing = None
@@ -58,6 +60,15 @@ class TraceCallback(Callback):  # type: ignore[misc]  # without Lightning it is 
     def run(self) -> Run:
         """The recording in progress, for `Run.log`, `Run.tag` and `Run.probe`; `CaptureError` if there is none."""
         return self._recording.run
+
+    @property
+    def active(self) -> bool:
+        """Whether a recording is in progress."""
+        return self._recording.active
+
+    def know_settings(self, settings: Any) -> None:
+        """Have the header of the recording that begins next tell settings of the run, below those of ``config=``."""
+        self._recording.know_settings(settings)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin, now that models, optimizers and counters are final."""
@@ -111,3 +122,46 @@ class TraceCallback(Callback):  # type: ignore[misc]  # without Lightning it is 
         """Take the step from a checkpoint."""
         step = state_dict.get("global_step")
         self._next = None if step is None else (step, None)
+
+
+class TraceLogger(Logger):  # type: ignore[misc]  # without Lightning a plain object that cannot be made
+    """Records what a LightningModule logs, in the trace of a `TraceCallback`, beside other loggers or alone::
+
+        callback = TraceCallback("run.zarr")
+        Trainer(callbacks=[callback], logger=[TraceLogger(callback), WandbLogger()])
+
+    A number is a message of its name, at the step that has just ended; names that are kinds of the trace's own, such as
+    ``loss``, get ``logged_`` before them. Lightning's own number ``epoch`` is left out, because each message has its
+    epoch. Lightning logs the numbers of every ``log_every_n_steps``-th step. Hyperparameters
+    (``save_hyperparameters``) become the run's ``config``. What is logged while nothing is recorded, such as in
+    ``trainer.test``, is left out, with one warning.
+
+    Parameters
+    ----------
+    callback : TraceCallback
+        Of the same trainer.
+
+    Raises
+    ------
+    TracerError
+        If Lightning is not installed.
+    """
+
+    def __init__(self, callback: TraceCallback) -> None:
+        require("lightning", _missing, "logger")
+        super().__init__()
+        self._callback = callback
+        self._scalars = Scalars()
+
+    name = version = ""
+    """Checkpoints lie where they do without a logger."""
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Record numbers."""
+        told = {name: value for name, value in metrics.items() if name != "epoch"}
+        if told:
+            self._scalars.log(self._callback.run if self._callback.active else None, told)
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        """Take settings for the header of the trace."""
+        self._callback.know_settings(params)

@@ -489,11 +489,11 @@ def test_tensorboard_keeps_ranks_apart(tensorboard: list[tuple[Any, ...]], tmp_p
     assert tensorboard == [
         ("open", str(tmp_path / "rank0")),
         ("loss_value", 0.0, 3),
+        ("weights_histogram/fc", 3, [2.0, 4.0], [2, 1], 6),
+        ("close",),
         ("open", str(tmp_path / "rank1")),
         ("loss_value", 10.0, 3),
-        ("weights_histogram/fc", 3, [2.0, 4.0], [2, 1], 6),
         ("weights_histogram/fc", 3, [4.0, 8.0], [2, 1], 6),
-        ("close",),
         ("close",),
     ]
 
@@ -517,9 +517,9 @@ def test_tensorboard_has_a_run_for_each_trace(tensorboard: list[tuple[Any, ...]]
     answers.to_tensorboard(tmp_path / "events", times={"a/run.zarr": times})
     of_a = [("loss_value", float(step), step, pytest.approx(began + (step + 1) * quarter)) for step in range(4)]
     assert tensorboard == [
-        ("open", str(tmp_path / "events" / "a" / "run")), *of_a,
+        ("open", str(tmp_path / "events" / "a" / "run")), *of_a, ("close",),
         ("open", str(tmp_path / "events" / "b" / "run")), *(("loss_value", float(step), step) for step in range(4)),
-        ("close",), ("close",),
+        ("close",),
     ]  # fmt: skip
 
 
