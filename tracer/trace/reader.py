@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from copy import copy
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Concatenate, Final, ParamSpec, TypeVar, final
+from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, TypeVar, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,9 @@ from tracer.trace.described import Described, Position
 from tracer.trace.header import Fingerprint
 from tracer.trace.merging import Parts
 from tracer.trace.streams import Selection, Steps, called
+
+if TYPE_CHECKING:
+    from tracer.trace.datasets import TraceDataset
 
 WINDOW_ROWS: Final = 1 << 18
 """The default number of messages of a window."""
@@ -304,8 +307,8 @@ class TraceReader(Described):
             Glob patterns; ``"!eval"`` means every tag except ``"eval"``.
         streams : iterable of int, optional
             Ids of entries of `streams`.
-        where : numpy.ndarray of bool, optional
-            A mask over the rows of `journal`.
+        where : numpy.ndarray of bool or int64, optional
+            A mask over the rows of `journal`, or the numbers of rows; messages come in the order of the numbers.
         ranks : int or iterable of int, optional
             Includes what other ranks recorded for these ranks; `Message.rank` is the rank that recorded it.
 
@@ -463,6 +466,69 @@ class TraceReader(Described):
             selected = selected[reader.journal[selected, Column.CALL] == call]
         rows, data = reader._rows().blocks.together(selected)
         return reader.journal[rows, Column.GLOBAL_STEP], data
+
+    def dataset(
+        self,
+        kinds: str | Iterable[str],
+        modules: str | Iterable[str] | None = None,
+        *,
+        steps: Steps | None = None,
+        tags: str | Iterable[str] = DEFAULT_TAG,
+        ranks: int | Iterable[int] | None = None,
+        features: int | None = None,
+        batch_size: int | None = None,
+        shuffle: bool | int = False,
+        seed: int = 0,
+        drop_last: bool = False,
+        numbered: bool = False,
+        share: tuple[int, int] | None = None,
+    ) -> TraceDataset:
+        """Recorded data as a `torch.utils.data.IterableDataset`, to train on; each datapoint comes once in an epoch.
+
+        If one kind of one module is selected, an item is a tensor. Otherwise it is a dict of tensors with the same
+        datapoints, by module, or by kind for data of the network such as ``input_labels``. Data that is recorded in
+        different steps is aligned by step, call, tag and rank; messages without a partner are left out.
+
+        Parameters
+        ----------
+        kinds : str or iterable of str
+        modules : str or iterable of str, optional
+            Glob patterns, as in `messages`; data of the network passes always.
+        steps, tags, ranks : optional
+            As in `messages`.
+        features : int, optional
+            The axis of the features, which makes each other position a datapoint: -1 makes rows (tokens, features) of
+            sequences (batch, time, features); 1 makes rows (pixels, channels) of convolutions. Data with fewer axes
+            than other data, such as labels of tokens, has a number for each position. None: a datapoint is an entry
+            of the batch.
+        batch_size : int, optional
+            Datapoints of an item. None: each item is a single datapoint without an axis for the batch, which is slow.
+        shuffle : bool or int
+            Whether blocks of up to 8 MiB come in a random order, and are mixed in a buffer: of 128 MiB, or of this
+            number of datapoints. A batch is a random sample of the buffer; within a batch of 512 datapoints and more
+            those of a block are next to each other.
+        seed : int
+            The order follows from `seed` and `TraceDataset.set_epoch`.
+        drop_last : bool
+            Whether each worker leaves out its last batch if that is smaller.
+        numbered : bool
+            Whether an item also has the int64 tensors `global_step`, `message` (the row in `journal` of the message of
+            the first name) and `row` (the place in the message), which identify each datapoint.
+        share : tuple of int, optional
+            The rank and the number of ranks that share the datapoints, each of which reads other blocks. None: those
+            of torch.distributed, if it is initialized. The workers of a DataLoader share those of their rank.
+
+        Raises
+        ------
+        CaptureError
+            If nothing is selected, the data cannot be rows of one table, or this is a reader of a section.
+        UnknownNameError
+            If the trace has no data of a kind or of a module.
+        """
+        from tracer.trace.datasets import TraceDataset
+
+        selection = Selection.of(kinds, modules, steps, tags, ranks=ranks)
+        return TraceDataset(self, selection, features, batch_size, shuffle, seed, drop_last, numbered, share)
 
     def __copy__(self) -> TraceReader:
         same = object.__new__(TraceReader)

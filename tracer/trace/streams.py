@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, final
 
 import numpy as np
@@ -37,8 +37,8 @@ class Selection:
         Streams pass that one of these ranks recorded, or that another rank recorded for it.
     ids : frozenset of int or None
         The ids of the streams.
-    where : numpy.ndarray of bool or None
-        A mask over the rows of the journal.
+    where : numpy.ndarray of bool or int64, or None
+        A mask over the rows of the journal, or the numbers of rows.
 
     Examples
     --------
@@ -54,7 +54,7 @@ class Selection:
     stride: int = 1
     ranks: frozenset[int] | None = None
     ids: frozenset[int] | None = field(default=None, repr=False)
-    where: NDArray[np.bool_] | None = field(default=None, repr=False, compare=False)
+    where: NDArray[Any] | None = field(default=None, repr=False, compare=False)
 
     @classmethod
     def of(
@@ -64,7 +64,7 @@ class Selection:
         steps: Steps | None = None,
         tags: str | Iterable[str] | None = None,
         streams: Iterable[int] | None = None,
-        where: NDArray[np.bool_] | None = None,
+        where: NDArray[Any] | None = None,
         ranks: int | Iterable[int] | None = None,
     ) -> Selection:
         """Make a selection from the parameters of `TraceReader.messages`.
@@ -95,13 +95,18 @@ class Selection:
             raise CaptureError(f"{path} has the streams 0 to {streams - 1}, and not all of {sorted(self.ids)}")
 
     def rows(self, journal: NDArray[np.int64], streams: Sequence[Stream]) -> NDArray[np.int64]:
-        """The rows of a journal that pass, ascending.
+        """The rows of a journal that pass: ascending, or in the order of `where` if that has numbers of rows.
 
         Raises
         ------
         CaptureError
-            If the mask has another length than the journal.
+            If the mask has another length than the journal, or there are no such rows.
         """
+        if self.where is not None and self.where.dtype == np.int64:
+            if self.where.size and not 0 <= self.where.min() <= self.where.max() < len(journal):
+                raise CaptureError(f"the rows of this trace are 0 to {len(journal) - 1}")
+            kept: NDArray[np.int64] = self.where[replace(self, where=None).rows(journal[self.where], streams)]
+            return kept
         chosen = np.zeros(max(1, len(streams)), np.bool_)
         chosen[self.streams(streams)] = True
         mask: NDArray[np.bool_] = chosen[journal[:, Column.STREAM]]
