@@ -10,13 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracer.errors import CaptureError, UnknownNameError
-from tracer.format.checksum import crc32c
 from tracer.format.encodings import ENCODINGS
 from tracer.format.journal import Column
 from tracer.messaging.messages import DEFAULT_TAG
 from tracer.messaging.subscription import passes
 from tracer.stores.locations import Location
 from tracer.trace.columns import Columns, grouped
+from tracer.trace.header import Fingerprint
 from tracer.trace.streams import Selection, Steps, StreamInfo, stream_name
 
 IDENTITY: Final = ("global_step", "message", "row")
@@ -49,6 +49,9 @@ class Journaled(Protocol):
 
     def columns(self, *, where: NDArray[Any]) -> Iterator[Columns]:
         """As `TraceReader.columns`."""
+
+    def fingerprint(self) -> Fingerprint:
+        """As `TraceReader.fingerprint`."""
 
     def sizes(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """As `TraceReader.sizes`."""
@@ -89,8 +92,8 @@ class Aligned:
         Whether a chunk of storage begins here.
     left_out : int
         Selected messages that are in no row, because one of their columns has no message.
-    checksum : int
-        Of the rows of the journal; two readers with the same checksum read the same datapoints.
+    identity : str
+        A digest; two readers with the same one read the same datapoints.
 
     Raises
     ------
@@ -131,12 +134,15 @@ class Aligned:
         self._measure(reader)
         self.nbytes: NDArray[np.int64] = reader.sizes(self.table).sum(axis=1)
         self.splits = reader.begins_chunk(self.table[:, 0])
-        self.checksum = self.checksum_in(reader)
+        self.identity = self.identity_in(reader)
 
-    def checksum_in(self, reader: Journaled) -> int:
-        """`checksum` of the same rows of another reader; 0 if it does not have so many."""
-        rows = self.table.reshape(-1)
-        return crc32c(reader.journal[rows]) if rows.max() < len(reader.journal) else 0
+    def identity_in(self, reader: Journaled) -> str:
+        """`identity` of the same rows of another reader; empty if it does not have so many."""
+        rows, digest = self.table.reshape(-1), reader.fingerprint()
+        if rows.max() >= len(reader.journal):
+            return ""
+        digest.add(reader.journal[rows])
+        return digest.hexdigest()
 
     @property
     def row_bytes(self) -> int:

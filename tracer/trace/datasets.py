@@ -26,8 +26,8 @@ BUFFER_BYTES: Final = 128 << 20
 """Bytes of datapoints that are shuffled together, unless the user gives a number of datapoints."""
 BLOCK_BYTES: Final = 8 << 20
 """Bytes of consecutive messages that one worker reads, at most; a small trace has shorter blocks."""
-BLOCKS: Final = 8
-"""Blocks of each worker, at least, so that the workers have equal shares."""
+BLOCKS: Final = 64
+"""Blocks of each rank, at least, so that its workers have about equal shares."""
 SLAB_ROWS: Final = 512
 """Datapoints that are put together in memory of their own, at least; a larger batch has its own."""
 
@@ -113,14 +113,13 @@ class TraceDataset(IterableDataset[Any]):
         names = ("trace", "batch_size", "shuffle", "seed", "share")
         share = list(self._share())
         return dict(
-            zip(names, (self._aligned.checksum, self._batch_size, self._shuffle, self._seed, share), strict=True)
+            zip(names, (self._aligned.identity, self._batch_size, self._shuffle, self._seed, share), strict=True)
         )
 
-    def _share(self) -> tuple[int, int]:
-        """The number of this worker among all workers of all ranks, and how many these are."""
-        rank, ranks = self._rank()
+    def _share(self) -> tuple[int, int, int, int]:
+        """The rank, the number of ranks, the number of this worker in its rank, and of its workers."""
         worker = get_worker_info()
-        return (rank, ranks) if worker is None else (rank * worker.num_workers + worker.id, ranks * worker.num_workers)
+        return (*self._rank(), *((0, 1) if worker is None else (worker.id, worker.num_workers)))
 
     def _rank(self) -> tuple[int, int]:
         if self._ranks is None and torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -136,7 +135,7 @@ class TraceDataset(IterableDataset[Any]):
         if self._reader is None or self._reader[0] != os.getpid():
             opens, arguments = self._again
             reader = opens(*arguments)
-            if self._aligned.checksum_in(reader) != self._aligned.checksum:
+            if self._aligned.identity_in(reader) != self._aligned.identity:
                 raise CaptureError(f"{self._path} has changed since this dataset was made; make the dataset again")
             self._reader = os.getpid(), reader
         return self._reader[1]
@@ -149,12 +148,12 @@ class TraceDataset(IterableDataset[Any]):
             if differs:
                 raise CaptureError(f"{self._path}: this state is of a dataset with another {differs}")
             self._done = int(state["batches"])
-        return self._batches(*share, self._done)
+        return self._batches(share, self._done)
 
-    def _batches(self, number: int, of: int, done: int) -> Iterator[Any]:
+    def _batches(self, share: tuple[int, int, int, int], done: int) -> Iterator[Any]:
         size = self._batch_size or 1
         alone = len(self.names) == 1 and not self._numbered
-        for begin, arrays in self._slabs(number, of, size, done * size):
+        for begin, arrays in self._slabs(share, size, done * size):
             tensors = self._tensors(arrays)
             for at in range(max(0, done * size - begin), len(arrays[0]), size):
                 self._done += 1  # before the batch is given, because the state is asked for behind it
@@ -167,10 +166,10 @@ class TraceDataset(IterableDataset[Any]):
         # without identity, there are fewer arrays
         return {key: decode(one, dtype, one.shape) for key, dtype, one in zip(names, dtypes, arrays, strict=False)}
 
-    def _order(self, number: int, of: int) -> NDArray[np.int64]:
+    def _order(self, rank: int, ranks: int, worker: int, workers: int) -> NDArray[np.int64]:
         """The rows of `Aligned.table` that one worker reads, in order."""
         nbytes = self._aligned.nbytes
-        most = max(1, min(BLOCK_BYTES, int(nbytes.sum()) // (BLOCKS * of)))
+        most = max(1, min(BLOCK_BYTES, int(nbytes.sum()) // (BLOCKS * ranks)))
         wanted = np.flatnonzero(np.diff((np.cumsum(nbytes) - nbytes) // most)) + 1
         allowed = np.flatnonzero(self._aligned.splits)
         places = np.searchsorted(allowed, wanted)
@@ -179,16 +178,18 @@ class TraceDataset(IterableDataset[Any]):
         turns = np.arange(len(blocks))
         if self._shuffle:
             turns = np.random.default_rng([self._seed, int(self._epoch)]).permutation(turns)
-        mine = [blocks[turn] for turn in turns[number::of].tolist()]
+        mine = [blocks[turn] for turn in turns[rank::ranks][worker::workers].tolist()]
         return np.concatenate(mine) if mine else np.zeros(0, np.int64)
 
-    def _slabs(self, number: int, of: int, size: int, start: int) -> Iterator[tuple[int, list[NDArray[Any]]]]:
+    def _slabs(
+        self, share: tuple[int, int, int, int], size: int, start: int
+    ) -> Iterator[tuple[int, list[NDArray[Any]]]]:
         """Arrays of datapoints for whole batches: of each column, and of `IDENTITY`; and their place in the epoch.
 
         Datapoint `start` is in the first slab.
         """
         aligned = self._aligned
-        order = self._order(number, of)
+        order = self._order(*share)
         ends = np.cumsum(aligned.counts[order])
         total = int(ends[-1]) if len(ends) else 0
         total -= total % size if self._drop_last else 0
@@ -207,7 +208,8 @@ class TraceDataset(IterableDataset[Any]):
         memory = Memory(2 * window * aligned.row_bytes)
         for at in range(begin, total, window):
             count = min(window, total - at)
-            generator = np.random.default_rng([self._seed, int(self._epoch), number, at]) if self._shuffle else None
+            drawn = np.random.default_rng([self._seed, int(self._epoch), *share, at])
+            generator = drawn if self._shuffle else None
             slots, origins = _dealt(count, slab, generator)
             slabs = deque(self._empty(memory, min(slab, count - row)) for row in range(0, count, slab))
             missing = count * len(self.names)
@@ -282,7 +284,7 @@ class TraceDataset(IterableDataset[Any]):
         dtypes = [*self._aligned.dtypes, *("int64" for _ in IDENTITY)]
         slabs = (
             [readable(one, dtype) for one, dtype in zip(arrays, dtypes, strict=True)]
-            for _, arrays in whole._slabs(*self._rank(), size, 0)
+            for _, arrays in whole._slabs((*self._rank(), 0, 1), size, 0)
         )
         return write_folder(Path(folder), [*self.names, *IDENTITY], slabs, repr(self._facts()))
 
