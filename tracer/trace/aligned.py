@@ -3,61 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Final, Protocol, final
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tracer.errors import CaptureError, UnknownNameError
 from tracer.format.encodings import ENCODINGS
-from tracer.format.journal import Column
+from tracer.format.journal import COUNTERS, Column
 from tracer.messaging.messages import DEFAULT_TAG
-from tracer.messaging.subscription import passes
-from tracer.stores.locations import Location
-from tracer.trace.columns import Columns, grouped
-from tracer.trace.header import Fingerprint
-from tracer.trace.streams import Selection, Steps, StreamInfo, stream_name
+from tracer.messaging.subscription import matches_tag
+from tracer.trace.columns import grouped
+from tracer.trace.streams import Selection, StreamInfo, stream_name
 
 IDENTITY: Final = ("global_step", "message", "row")
 """What identifies a datapoint: its step, the row of its first message in the journal, and its place in the message."""
 
-
-class Journaled(Protocol):
-    """What is used of `TraceReader`, which imports this module."""
-
-    path: Location
-
-    @property
-    def journal(self) -> NDArray[np.int64]:
-        """As `TraceReader.journal`."""
-
-    @property
-    def rank(self) -> NDArray[np.int64]:
-        """As `TraceReader.rank`."""
-
-    @property
-    def shapes(self) -> Sequence[tuple[int, ...]]:
-        """As `TraceReader.shapes`."""
-
-    @property
-    def streams(self) -> list[StreamInfo]:
-        """As `TraceReader.streams`."""
-
-    def select(self, *, steps: Steps, streams: Iterable[int], ranks: Iterable[int] | None) -> NDArray[np.int64]:
-        """As `TraceReader.select`."""
-
-    def columns(self, *, where: NDArray[Any]) -> Iterator[Columns]:
-        """As `TraceReader.columns`."""
-
-    def fingerprint(self) -> Fingerprint:
-        """As `TraceReader.fingerprint`."""
-
-    def sizes(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """As `TraceReader.sizes`."""
-
-    def begins_chunk(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """As `TraceReader.begins_chunk`."""
+Piece = tuple[int, NDArray[np.int64], NDArray[Any]]
+"""A column, the places of datapoints, and their data in the storage dtype."""
 
 
 @final
@@ -69,6 +33,7 @@ class Aligned:
     Parameters
     ----------
     reader : TraceReader
+        It imports this module.
     selection : Selection
         Its `modules` do not concern messages of the network, such as labels.
     features : int or None
@@ -76,6 +41,8 @@ class Aligned:
 
     Attributes
     ----------
+    path : path
+        That of the trace.
     names : list of str
         The name of each column.
     dtypes : list of str
@@ -103,10 +70,9 @@ class Aligned:
         If the trace has no data of a kind or of a module.
     """
 
-    def __init__(self, reader: Journaled, selection: Selection, features: int | None) -> None:
-        self._features = features
-        streams = reader.streams
-        chosen = _chosen(reader.path, streams, selection)
+    def __init__(self, reader: Any, selection: Selection, features: int | None) -> None:
+        self.path, self._features = reader.path, features
+        chosen = _chosen(reader.streams, selection)
         keys = list(dict.fromkeys((one.kind, one.module, one.leaf) for one in chosen))
         short = [module or kind for kind, module, _ in keys]
         self.names = [
@@ -114,35 +80,27 @@ class Aligned:
             for name, (kind, module, leaf) in zip(short, keys, strict=True)
         ]
         self._column_of = {one.id: keys.index((one.kind, one.module, one.leaf)) for one in chosen}
-        told = {one.id: (one.sampling or {}).get("datapoints") for one in chosen}
-        self._axis_of = {number: axis if isinstance(axis, int) else 0 for number, axis in told.items()}
-        self._deepest = max((len(shape) for one in chosen for shape in one.shapes), default=0)
-        if features is not None and not (
-            features % max(1, self._deepest) and -self._deepest < features < self._deepest
-        ):
-            raise CaptureError(
-                f"{reader.path}: features={features} is not an axis of tensors with {self._deepest} axes, the first of "
-                "which is the datapoints"
-            )
+        self._axis_of = {one.id: (one.sampling or {}).get("datapoints", 0) for one in chosen}
+        self._deepest = axes = max((len(shape) for one in chosen for shape in one.shapes), default=0)
+        if features is not None and (features == 0 or not -axes < features < axes):
+            why = f"is not an axis of tensors with {axes} axes, of which the first is the datapoints"
+            raise CaptureError(f"{self.path}: features={features} {why}")
         steps = (selection.start, selection.stop, selection.stride)
-        rows = reader.select(steps=steps, streams=[one.id for one in chosen], ranks=selection.ranks)
+        rows = reader.select(steps=steps, streams=self._column_of, ranks=selection.ranks)
         self.table = self._rows_together(reader, rows)
         self.left_out = len(rows) - self.table.size
         if not len(self.table):
-            what = " and ".join(self.names)
-            raise CaptureError(f"{reader.path}: no step that is selected has {what} {'together' * (len(keys) > 1)}")
+            raise CaptureError(f"{self.path}: no step that is selected has {' and '.join(self.names)}")
         self._measure(reader)
         self.nbytes: NDArray[np.int64] = reader.sizes(self.table).sum(axis=1)
-        self.splits = reader.begins_chunk(self.table[:, 0])
+        self.splits: NDArray[np.bool_] = reader.begins_chunk(self.table[:, 0])
         self.identity = self.identity_in(reader)
 
-    def identity_in(self, reader: Journaled) -> str:
+    def identity_in(self, reader: Any) -> str:
         """`identity` of the same rows of another reader; empty if it does not have so many."""
         rows, digest = self.table.reshape(-1), reader.fingerprint()
-        if rows.max() >= len(reader.journal):
-            return ""
-        digest.add(reader.journal[rows])
-        return digest.hexdigest()
+        digest.add(reader.journal[rows[rows < len(reader.journal)]])
+        return str(digest.hexdigest())
 
     @property
     def row_bytes(self) -> int:
@@ -150,37 +108,35 @@ class Aligned:
         sizes = [np.dtype(ENCODINGS[dtype].storage).itemsize for dtype in self.dtypes]
         return sum(size * math.prod(item) for size, item in zip(sizes, self.items, strict=True))
 
-    def _rows_together(self, reader: Journaled, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _rows_together(self, reader: Any, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """The selected messages as `table`."""
         if len(self.names) == 1:
             return rows[:, None]
-        journal, streams = reader.journal[rows], reader.streams
-        tags = {tag: number for number, tag in enumerate(dict.fromkeys(one.tag for one in streams))}
-        tag_of = np.array([tags[one.tag] for one in streams], np.int64)
-        column_of = np.array([self._column_of.get(one.id, -1) for one in streams], np.int64)
-        numbers = journal[:, Column.STREAM]
-        where = [Column.GLOBAL_STEP, Column.TRAIN_STEP, Column.EPOCH, Column.CALL]
-        keys = np.column_stack([journal[:, where], tag_of[numbers], reader.rank[rows]])
-        _, batches = np.unique(keys, axis=0, return_inverse=True)
-        batches, columns = batches.reshape(-1), column_of[numbers]
+        tags = list(dict.fromkeys(one.tag for one in reader.streams))
+        told = [(self._column_of.get(one.id, -1), tags.index(one.tag)) for one in reader.streams]
+        journal = reader.journal[rows]
+        columns, tag = np.array(told)[journal[:, Column.STREAM]].T
+        keys = np.column_stack([journal[:, COUNTERS], tag, reader.rank[rows]])
+        batches = np.unique(keys, axis=0, return_inverse=True)[1].reshape(-1)
         table = np.full((batches.max(initial=-1) + 1, len(self.names)), -1, np.int64)
         table[batches, columns] = rows
         twice = np.flatnonzero(table[batches, columns] != rows)
         if len(twice):
-            step = int(journal[twice[0], Column.GLOBAL_STEP])
-            name = self.names[columns[twice[0]]]
-            raise CaptureError(f"{reader.path}: a call of step {step} has several messages of {name}; choose it alone")
+            where = (
+                f"step {journal[twice[0], Column.GLOBAL_STEP]} has several messages of {self.names[columns[twice[0]]]}"
+            )
+            raise CaptureError(f"{self.path}: a call of {where}; choose it alone")
         table = table[(table >= 0).all(axis=1)]
         return table[np.argsort(table[:, 0])]
 
-    def _measure(self, reader: Journaled) -> None:
+    def _measure(self, reader: Any) -> None:
         """Find the shapes of datapoints, and how many are in each row of `table`."""
         shapes, counts = reader.shapes, np.zeros(self.table.shape, np.int64)
         self.dtypes: list[str] = []
         self.items: list[tuple[int, ...]] = []
         for column, name in enumerate(self.names):
             of_rows = reader.journal[self.table[:, column]]
-            found: dict[tuple[str | None, tuple[int, ...]], int] = {}
+            found: dict[tuple[str, tuple[int, ...]], int] = {}
             for key, mine in grouped(of_rows[:, Column.STREAM] * len(shapes) + of_rows[:, Column.SHAPE]):
                 stream, shape = divmod(key, len(shapes))
                 counts[mine, column], item = self._layout(shapes[shape], self._axis_of[stream])
@@ -188,18 +144,14 @@ class Aligned:
             if len(found) > 1 or not math.prod(next(iter(found))[1]):
                 told = " and ".join(f"{dtype} {list(item)} in step {step}" for (dtype, item), step in found.items())
                 hint = "; features=-1 makes each position of a sequence a datapoint" if self._features is None else ""
-                raise CaptureError(f"{reader.path}: the datapoints of {name} are {told}, and cannot be one table{hint}")
-            ((dtype, item),) = found
-            self.dtypes.append(dtype or "")
-            self.items.append(item)
+                raise CaptureError(f"{self.path}: the datapoints of {name} are {told}, and cannot be one table{hint}")
+            self.dtypes += [dtype for dtype, _ in found]
+            self.items += [item for _, item in found]
         self.counts = counts[:, 0]
-        differs = np.argwhere(counts != self.counts[:, None])
-        if len(differs):
-            row, column = differs[0].tolist()
-            first, other = counts[row, [0, column]].tolist()
-            step = int(reader.journal[self.table[row, 0], Column.GLOBAL_STEP])
-            have = f"{self.names[0]} has {first} datapoints and {self.names[column]} {other}"
-            raise CaptureError(f"{reader.path}: in step {step} {have}, so they cannot be aligned")
+        for row, column in np.argwhere(counts != counts[:, :1])[:1].tolist():
+            have = f"{self.names[0]} has {counts[row, 0]} datapoints and {self.names[column]} {counts[row, column]}"
+            step = reader.journal[self.table[row, 0], Column.GLOBAL_STEP]
+            raise CaptureError(f"{self.path}: in step {step} {have}, so they cannot be aligned")
 
     def _layout(self, shape: tuple[int, ...], axis: int) -> tuple[int, tuple[int, ...]]:
         """The datapoints of a message of this shape, and the shape of one."""
@@ -215,53 +167,42 @@ class Aligned:
 
     def _is_flat(self, axes: int) -> bool:
         """Whether data of so many axes has a number for each datapoint, and no features."""
-        return axes == 1 or axes < self._deepest
+        return axes <= 1 or axes < self._deepest
 
     def arranged(self, stream: int, data: NDArray[Any]) -> NDArray[Any]:
         """The data of several messages of a stream, (messages, …), as an array (datapoints, …)."""
         axes, axis = data.ndim - 1, self._axis_of[stream]
         count, item = self._layout(data.shape[1:], axis)
-        if axis:
-            data = np.moveaxis(data, axis + 1, 1)
-        if self._features is not None and axes and not self._is_flat(axes):
+        data = np.moveaxis(data, axis + 1, 1) if axis else data
+        if self._features is not None and not self._is_flat(axes):
             data = np.moveaxis(data, 1 + self._features % axes, -1)
         return data.reshape(len(data) * count, *item)
 
-    def pieces(
-        self, reader: Journaled, order: NDArray[np.int64]
-    ) -> Iterator[tuple[int, NDArray[np.int64], NDArray[Any]]]:
-        """The data of the rows `order` of `table`: a column, the places of datapoints, and their data.
-
-        Places count the datapoints of `order` from 0. Data is in the storage dtype.
-        """
+    def pieces(self, reader: Any, order: NDArray[np.int64]) -> Iterator[Piece]:
+        """The data of the rows `order` of `table`, whose datapoints are counted from 0."""
         rows = self.table[order].reshape(-1)
         sorter = np.argsort(rows)
-        ascending = rows[sorter]
         begins = np.cumsum(self.counts[order]) - self.counts[order]
         for columns in reader.columns(where=rows):
             for group in columns.data:
-                batches = sorter[np.searchsorted(ascending, columns.rows[group.rows])] // len(self.names)
+                places = np.searchsorted(rows, columns.rows[group.rows], sorter=sorter)
+                batches = sorter[places] // len(self.names)
                 for stream, mine in grouped(columns.numbers[group.rows]):
                     data = self.arranged(stream, group.data if len(mine) == len(batches) else group.data[mine])
                     places = begins[batches[mine], None] + np.arange(len(data) // len(mine))
                     yield self._column_of[stream], places.reshape(-1), data
 
 
-def _chosen(path: Location, streams: Sequence[StreamInfo], selection: Selection) -> list[StreamInfo]:
+def _chosen(streams: Sequence[StreamInfo], selection: Selection) -> list[StreamInfo]:
     """The streams with data that are selected; refuses names that the trace does not have."""
-    of_data = [one for one in streams if one.dtype is not None and one.count]
-    recorded = {one.kind for one in of_data}
-    for kind in selection.kinds or ():
-        if kind not in recorded:
-            raise UnknownNameError.of("data of kind", kind, recorded)
-    of_kinds = [one for one in of_data if passes(one, selection.kinds, None, None)]
-    modules = {one.module for one in of_kinds if one.module is not None}
-    for pattern in selection.modules or ():
-        if not any(passes(one, None, [pattern], None) for one in of_kinds):
-            raise UnknownNameError.of("module", pattern, modules)
-    chosen = [one for one in of_kinds if one.module is None or passes(one, None, selection.modules, None)]
-    found = [one for one in chosen if passes(one, None, None, selection.tags)]
-    if not found:
-        tags = ", ".join(sorted({one.tag for one in chosen}))
-        raise CaptureError(f"{path} has this data with the tags {tags}, and not {', '.join(selection.tags or ())}")
+    found = [one for one in streams if one.dtype is not None and one.count]
+    asked = {"kind": selection.kinds, "module": selection.modules, "tag": selection.tags}
+    for what, patterns in asked.items():
+        known = {getattr(one, what) for one in found}
+        for pattern in patterns or ():
+            if not any(name is not None and matches_tag(pattern, name) for name in known):
+                raise UnknownNameError.of(f"recorded {what}", pattern, [name for name in known if name is not None])
+        if patterns is not None:  # data of the network has no module
+            meant = {name for name in known if name is None or any(matches_tag(one, name) for one in patterns)}
+            found = [one for one in found if getattr(one, what) in meant]
     return found

@@ -483,11 +483,10 @@ class TraceReader(Described):
         numbered: bool = False,
         share: tuple[int, int] | None = None,
     ) -> TraceDataset:
-        """Recorded data as a `torch.utils.data.IterableDataset`, to train on; each datapoint comes once in an epoch.
+        """Recorded data as a `torch.utils.data.IterableDataset`; each datapoint comes once in an epoch.
 
-        If one kind of one module is selected, an item is a tensor. Otherwise it is a dict of tensors with the same
-        datapoints, by module, or by kind for data of the network such as ``input_labels``. Data that is recorded in
-        different steps is aligned by step, call, tag and rank; messages without a partner are left out.
+        Data of one kind of one module is a tensor, other data a dict of tensors of the same datapoints: by module, or
+        by kind for data of the network such as ``input_labels``. It is aligned by step, call, tag and rank.
 
         Parameters
         ----------
@@ -497,26 +496,23 @@ class TraceReader(Described):
         steps, tags, ranks : optional
             As in `messages`.
         features : int, optional
-            The axis of the features, which makes each other position a datapoint: -1 makes rows (tokens, features) of
-            sequences (batch, time, features); 1 makes rows (pixels, channels) of convolutions. Data with fewer axes
-            than other data, such as labels of tokens, has a number for each position. None: a datapoint is an entry
-            of the batch.
+            The axis of the features, which makes each other position a datapoint: -1 for sequences (batch, time,
+            features), 1 for convolutions. Data with fewer axes, such as labels of tokens, has a number for each
+            position. None: a datapoint is an entry of the batch.
         batch_size : int, optional
-            Datapoints of an item. None: each item is a single datapoint without an axis for the batch, which is slow.
+            Datapoints of an item. None: an item is a single datapoint without an axis for the batch, which is slow.
         shuffle : bool or int
-            Whether blocks of up to 8 MiB come in a random order, and are mixed in a buffer: of 128 MiB, or of this
-            number of datapoints. A batch is a random sample of the buffer; within a batch of 512 datapoints and more
-            those of a block are next to each other.
+            Whether blocks of up to 8 MiB come in a random order, and are mixed in a buffer of 128 MiB, or of this
+            number of datapoints. A batch is a random sample of it; in large batches, blocks lie one after the other.
         seed : int
             The order follows from `seed` and `TraceDataset.set_epoch`.
         drop_last : bool
             Whether each worker leaves out its last batch if that is smaller.
         numbered : bool
-            Whether an item also has the int64 tensors `global_step`, `message` (the row in `journal` of the message of
-            the first name) and `row` (the place in the message), which identify each datapoint.
+            Whether an item also has `global_step`, `message` (its row in `journal`) and `row` of each datapoint.
         share : tuple of int, optional
-            The rank and the number of ranks that share the datapoints, each of which reads other blocks. None: those
-            of torch.distributed, if it is initialized. The workers of a DataLoader share those of their rank.
+            The rank and the number of ranks, each of which reads other blocks. None: those of torch.distributed, if it
+            is initialized. The workers of a DataLoader share the blocks of their rank.
 
         Raises
         ------
