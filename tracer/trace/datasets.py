@@ -279,7 +279,8 @@ class TraceDataset(IterableDataset[Any]):
 
     def __repr__(self) -> str:
         rest = f", {self.left_out:,} messages without a partner left out" if self.left_out else ""
-        return f"TraceDataset({str(self._aligned.path)!r}: {self.datapoints:,} datapoints of {', '.join(self.names)}{rest})"
+        found = f"{self.datapoints:,} datapoints of {', '.join(self.names)}{rest}"
+        return f"TraceDataset({str(self._aligned.path)!r}: {found})"
 
 
 def _in_arrow(name: str, dtype: str, array: NDArray[Any]) -> Any:
