@@ -199,7 +199,9 @@ def test_what_is_no_table_is_refused(tmp_path: Path) -> None:
         with pytest.raises(error, match=says):
             trace.dataset(kinds, modules, **how)
     with pytest.raises(CaptureError, match="the rows of this trace are 0 to 3"):
-        trace.select(where=np.array([4]))
+        trace.select(at=np.array([4]))
+    steps = [one.global_step for one in trace.messages("activations", at=np.array([3, 1, 2, 0]))]
+    assert steps == [1, 0]
 
 
 @pytest.mark.parametrize("shuffle", [False, 2000])

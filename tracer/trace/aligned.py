@@ -183,7 +183,7 @@ class Aligned:
         rows = self.table[order].reshape(-1)
         sorter = np.argsort(rows)
         begins = np.cumsum(self.counts[order]) - self.counts[order]
-        for columns in reader.columns(where=rows):
+        for columns in reader.columns(at=rows):
             for group in columns.data:
                 places = np.searchsorted(rows, columns.rows[group.rows], sorter=sorter)
                 batches = sorter[places] // len(self.names)

@@ -307,10 +307,12 @@ class TraceReader(Described):
             Glob patterns; ``"!eval"`` means every tag except ``"eval"``.
         streams : iterable of int, optional
             Ids of entries of `streams`.
-        where : numpy.ndarray of bool or int64, optional
-            A mask over the rows of `journal`, or the numbers of rows; messages come in the order of the numbers.
+        where : numpy.ndarray of bool, optional
+            A mask over the rows of `journal`.
         ranks : int or iterable of int, optional
             Includes what other ranks recorded for these ranks; `Message.rank` is the rank that recorded it.
+        at : numpy.ndarray of int64, optional
+            Rows of `journal`; the messages come in this order.
 
         Raises
         ------
@@ -319,7 +321,7 @@ class TraceReader(Described):
         TraceCorruptError
             If data that is read is damaged. All messages before it are correct.
         """
-        if selection.where is not None or self._read is not None:
+        if selection.where is not None or selection.at is not None or self._read is not None:
             blocks = self._columns(selection)
         else:
             selection.check(self.path, len(self._streams))
@@ -501,15 +503,13 @@ class TraceReader(Described):
             position. None: a datapoint is an entry of the batch.
         batch_size : int, optional
             Datapoints of an item. None: an item is a single datapoint without an axis for the batch, which is slow.
-        shuffle : bool or int
+        shuffle, seed : bool or int, int
             Whether blocks of up to 8 MiB come in a random order, and are mixed in a buffer of 128 MiB, or of this
             number of datapoints. A batch is a random sample of it; in large batches, blocks lie one after the other.
-        seed : int
             The order follows from `seed` and `TraceDataset.set_epoch`.
-        drop_last : bool
-            Whether each worker leaves out its last batch if that is smaller.
-        numbered : bool
-            Whether an item also has `global_step`, `message` (its row in `journal`) and `row` of each datapoint.
+        drop_last, numbered : bool
+            Whether each worker leaves out a smaller last batch; whether an item also has `global_step`, `message` (its
+            row in `journal`) and `row` of each datapoint.
         share : tuple of int, optional
             The rank and the number of ranks, each of which reads other blocks. None: those of torch.distributed, if it
             is initialized. The workers of a DataLoader share the blocks of their rank.
