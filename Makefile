@@ -73,6 +73,7 @@ bench: $(INSTALLED) ## what recording and storing cost, measured in one run
 	$(BIN)/python benchmarks/metrics.py
 	$(BIN)/python benchmarks/scale.py
 	$(BIN)/python benchmarks/report.py
+	$(BIN)/python benchmarks/dataset.py
 
 clean: ## forget the environment and the caches
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache build *.egg-info

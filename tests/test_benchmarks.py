@@ -19,6 +19,7 @@ CASES = {
     "batch": "--rounds 1 --traces 2 --few 2 --scale 0.1 --tasks 2 --json",
     "compiled": "--rounds 1 --steps 2 --only MLP --backend eager --json",
     "compression": "--rounds 1 --megabytes 1 --json",
+    "dataset": "--rounds 1 --megabytes 8 --widths 64,512 --json",
     "keep_less": "--steps 3 --only cnn --json",
     "hooks": "--rounds 2 --steps 10 --only calls,mlp --json",
     "memory": "--queue 4 --megabytes 16 --rate 50 --rows 4096 --steps 2 --json",

@@ -66,6 +66,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         ("docs/recording.md", 1, ""),
         ("docs/asking.md", 7, "weights_spectral_norm 0 0"),
         ("docs/seeing.md", 2, ""),
+        ("docs/datasets.md", 2, "datapoints of 6, input_labels"),
     ],
 )
 def test_what_a_page_shows_runs(

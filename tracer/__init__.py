@@ -36,6 +36,7 @@ _OF_HOME = {
     "tracer.recording.recording": ("Run", "record"),
     "tracer.replaying.plan": ("plan",),
     "tracer.replaying.replay": ("replay",),
+    "tracer.trace.datasets": ("TraceDataset",),
     "tracer.trace.header": ("Certificate",),
     "tracer.trace.reader": ("TraceReader", "open"),
     "tracer.trace.writer": ("TraceWriter",),

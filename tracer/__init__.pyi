@@ -31,6 +31,7 @@ from tracer.recording.recording import Run, record
 from tracer.recording.reenacting.reenact import reenact
 from tracer.replaying.plan import plan
 from tracer.replaying.replay import replay
+from tracer.trace.datasets import TraceDataset
 from tracer.trace.header import Certificate
 from tracer.trace.reader import TraceReader
 from tracer.trace.reader import TraceReader as open
@@ -69,6 +70,7 @@ __all__ = [
     "Subscription",
     "SynchronizedSubscription",
     "TraceCorruptError",
+    "TraceDataset",
     "TraceError",
     "TraceExistsError",
     "TraceFormatError",

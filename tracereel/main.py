@@ -28,6 +28,7 @@ HOMES: Mapping[str, str] = {
     "convert": "tracereel.traces:convert",
     "demo": "tracereel.seeing:demo",
     "diff": "tracereel.comparing:diff",
+    "export": "tracereel.traces:export",
     "help": "tracereel.command:help_of",
     "info": "tracereel.traces:info",
     "ls": "tracereel.traces:list_streams",

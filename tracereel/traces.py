@@ -1,4 +1,4 @@
-"""``trace info``, ``ls``, ``cat``, ``verify``, ``recover`` and ``convert``: what a trace holds, and copies of it."""
+"""``trace info``, ``ls``, ``cat``, ``verify``, ``recover``, ``convert``, ``export``: what a trace holds, and copies."""
 
 from __future__ import annotations
 
@@ -347,3 +347,33 @@ def convert(
         return
     rest = f", and left out {copied['left_out']:,}" if copied["left_out"] else ""
     tell(f"copied {copied['messages']:,} messages, {size(copied['bytes'])}, to {dst}{rest}")
+
+
+@click.command(
+    cls=Command,
+    examples=["trace export run.zarr rows -k activations -k input_labels -m 2", "trace export run.zarr rows -k loss"],
+)
+@options.path("trace")
+@click.argument("folder", metavar="FOLDER", type=click.Path(path_type=str))
+@options.filters
+@options.number("--features", least=-63, help="The axis of the features; each other position is a row: -1 for tokens.")
+@options.as_json
+def export(trace: str, folder: str, filters: MessageFilters, features: int | None, as_json: bool) -> None:
+    """Write data as a folder of Arrow files, which Hugging Face's datasets.load_from_disk opens: a row per datapoint.
+
+    Data of several kinds and modules becomes columns of the same datapoints. Without --tag it is that of the training.
+    FOLDER is never overwritten, and is there only when it is complete.
+    """
+    if not filters.kinds:
+        raise click.UsageError("say with --kind what to export; trace ls lists what there is")
+    with tracer.open(trace) as reader:
+        filters.check(reader)
+        chosen = {name: value for name, value in filters.of_a_rank.items() if value}
+        data = reader.dataset(**chosen, ranks=filters.ranks or None, features=features)
+        note_problems(reader)
+        data.to_datasets(folder)
+    if as_json:
+        print_json({"path": folder, "datapoints": data.datapoints, "columns": data.names, "left_out": data.left_out})
+        return
+    rest = f", and left out {data.left_out:,} messages without a partner" if data.left_out else ""
+    tell(f"wrote {data.datapoints:,} rows of {', '.join(map(printable, data.names))} to {folder}{rest}")

@@ -228,3 +228,25 @@ def test_convert(trace: Path, tmp_path: Path) -> None:
         }
     assert filters == {"weights": 1, "loss": 0}
     assert not (tmp_path / "c.h5").exists()
+
+
+def test_export_writes_rows_that_others_read(tmp_path: Path) -> None:
+    """Data of a kind as Arrow files, aligned by the modules that are chosen; nothing is overwritten."""
+    pa = pytest.importorskip("pyarrow")
+    trace, folder = write(tmp_path / "run.zarr"), tmp_path / "rows"
+    result = run("export", trace, folder, "-k", "weights", "--steps", "2:5", "--json")
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.stdout)
+    assert told == {"path": str(folder), "datapoints": 12, "columns": ["conv1", "fc.0"], "left_out": 0}
+    rows = pa.ipc.open_stream(folder / "data-00000-of-00001.arrow").read_all()
+    steps, wanted = tracer.open(trace).array("weights", "fc.0", steps=(2, 5))
+    assert rows["fc.0"].to_pylist() == wanted.reshape(-1, 3).tolist()
+    assert rows["global_step"].to_pylist() == [step for step in steps.tolist() for _ in range(4)]
+    for arguments, code, says in (
+        (("-k", "weights"), 1, "rows already exists; give another folder"),
+        ((), 2, "say with --kind what to export"),
+        (("-k", "wieghts"), 2, "did you mean 'weights'?"),
+    ):
+        result = run("export", trace, folder, *arguments)
+        assert result.exit_code == code
+        assert says in result.output

@@ -123,6 +123,11 @@ class Described:
         """The rank of each row of `journal`, (messages,)."""
         return self._rows().rank
 
+    @property
+    def shapes(self) -> Sequence[tuple[int, ...]]:
+        """The shapes that the column SHAPE of `journal` numbers."""
+        return self._rows().data.merged.shapes
+
     def before(self, count: int) -> int:
         """The number of messages before the pulse that has the message `count`; `count` itself outside of pulses."""
         return self._rows().before(count)

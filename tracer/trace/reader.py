@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from copy import copy
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Concatenate, Final, ParamSpec, TypeVar, final
+from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, TypeVar, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,9 @@ from tracer.trace.described import Described, Position
 from tracer.trace.header import Fingerprint
 from tracer.trace.merging import Parts
 from tracer.trace.streams import Selection, Steps, called
+
+if TYPE_CHECKING:
+    from tracer.trace.datasets import TraceDataset
 
 WINDOW_ROWS: Final = 1 << 18
 """The default number of messages of a window."""
@@ -308,6 +311,8 @@ class TraceReader(Described):
             A mask over the rows of `journal`.
         ranks : int or iterable of int, optional
             Includes what other ranks recorded for these ranks; `Message.rank` is the rank that recorded it.
+        at : numpy.ndarray of int64, optional
+            Rows of `journal`; the messages come in this order.
 
         Raises
         ------
@@ -316,7 +321,7 @@ class TraceReader(Described):
         TraceCorruptError
             If data that is read is damaged. All messages before it are correct.
         """
-        if selection.where is not None or self._read is not None:
+        if selection.where is not None or selection.at is not None or self._read is not None:
             blocks = self._columns(selection)
         else:
             selection.check(self.path, len(self._streams))
@@ -463,6 +468,63 @@ class TraceReader(Described):
             selected = selected[reader.journal[selected, Column.CALL] == call]
         rows, data = reader._rows().blocks.together(selected)
         return reader.journal[rows, Column.GLOBAL_STEP], data
+
+    def dataset(
+        self,
+        kinds: str | Iterable[str],
+        modules: str | Iterable[str] | None = None,
+        *,
+        steps: Steps | None = None,
+        tags: str | Iterable[str] = DEFAULT_TAG,
+        ranks: int | Iterable[int] | None = None,
+        features: int | None = None,
+        batch_size: int | None = None,
+        shuffle: bool | int = False,
+        seed: int = 0,
+        drop_last: bool = False,
+        numbered: bool = False,
+        share: tuple[int, int] | None = None,
+    ) -> TraceDataset:
+        """Recorded data as a `torch.utils.data.IterableDataset`; each datapoint comes once in an epoch.
+
+        Data of one kind of one module is a tensor, other data a dict of tensors of the same datapoints: by module, or
+        by kind for data of the network such as ``input_labels``. It is aligned by step, call, tag and rank.
+
+        Parameters
+        ----------
+        kinds : str or iterable of str
+        modules : str or iterable of str, optional
+            Glob patterns, as in `messages`; data of the network passes always.
+        steps, tags, ranks : optional
+            As in `messages`.
+        features : int, optional
+            The axis of the features, which makes each other position a datapoint: -1 for sequences (batch, time,
+            features), 1 for convolutions. Data with fewer axes, such as labels of tokens, has a number for each
+            position. None: a datapoint is an entry of the batch.
+        batch_size : int, optional
+            Datapoints of an item. None: an item is a single datapoint without an axis for the batch, which is slow.
+        shuffle, seed : bool or int, int
+            Whether blocks of up to 8 MiB come in a random order, and are mixed in a buffer of 128 MiB, or of this
+            number of datapoints. A batch is a random sample of it; in large batches, blocks lie one after the other.
+            The order follows from `seed` and `TraceDataset.set_epoch`.
+        drop_last, numbered : bool
+            Whether each worker leaves out a smaller last batch; whether an item also has `global_step`, `message` (its
+            row in `journal`) and `row` of each datapoint.
+        share : tuple of int, optional
+            The rank and the number of ranks, each of which reads other blocks. None: those of torch.distributed, if it
+            is initialized. The workers of a DataLoader share the blocks of their rank.
+
+        Raises
+        ------
+        CaptureError
+            If nothing is selected, the data cannot be rows of one table, or this is a reader of a section.
+        UnknownNameError
+            If the trace has no data of a kind or of a module.
+        """
+        from tracer.trace.datasets import TraceDataset
+
+        selection = Selection.of(kinds, modules, steps, tags, ranks=ranks)
+        return TraceDataset(self, selection, features, batch_size, shuffle, seed, drop_last, numbered, share)
 
     def __copy__(self) -> TraceReader:
         same = object.__new__(TraceReader)

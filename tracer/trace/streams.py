@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, final
 
 import numpy as np
@@ -39,6 +39,8 @@ class Selection:
         The ids of the streams.
     where : numpy.ndarray of bool or None
         A mask over the rows of the journal.
+    at : numpy.ndarray of int64 or None
+        The numbers of rows of the journal.
 
     Examples
     --------
@@ -55,6 +57,7 @@ class Selection:
     ranks: frozenset[int] | None = None
     ids: frozenset[int] | None = field(default=None, repr=False)
     where: NDArray[np.bool_] | None = field(default=None, repr=False, compare=False)
+    at: NDArray[np.int64] | None = field(default=None, repr=False, compare=False)
 
     @classmethod
     def of(
@@ -66,6 +69,7 @@ class Selection:
         streams: Iterable[int] | None = None,
         where: NDArray[np.bool_] | None = None,
         ranks: int | Iterable[int] | None = None,
+        at: NDArray[np.int64] | None = None,
     ) -> Selection:
         """Make a selection from the parameters of `TraceReader.messages`.
 
@@ -77,7 +81,7 @@ class Selection:
         start, stop, stride = _range(steps)
         of_ranks = None if ranks is None else frozenset([ranks] if isinstance(ranks, int) else ranks)
         ids = None if streams is None else frozenset(streams)
-        return cls(_names(kinds), _names(modules), _names(tags), start, stop, stride, of_ranks, ids, where)
+        return cls(_names(kinds), _names(modules), _names(tags), start, stop, stride, of_ranks, ids, where, at)
 
     def streams(self, streams: Sequence[Stream]) -> list[int]:
         """The numbers of the streams whose messages pass in some step."""
@@ -95,13 +99,18 @@ class Selection:
             raise CaptureError(f"{path} has the streams 0 to {streams - 1}, and not all of {sorted(self.ids)}")
 
     def rows(self, journal: NDArray[np.int64], streams: Sequence[Stream]) -> NDArray[np.int64]:
-        """The rows of a journal that pass, ascending.
+        """The rows of a journal that pass: ascending, or in the order of `at`.
 
         Raises
         ------
         CaptureError
-            If the mask has another length than the journal.
+            If the mask has another length than the journal, or there are no such rows.
         """
+        if self.at is not None:
+            if self.at.size and not 0 <= self.at.min() <= self.at.max() < len(journal):
+                raise CaptureError(f"the rows of this trace are 0 to {len(journal) - 1}")
+            kept: NDArray[np.int64] = self.at[replace(self, at=None).rows(journal[self.at], streams)]
+            return kept
         chosen = np.zeros(max(1, len(streams)), np.bool_)
         chosen[self.streams(streams)] = True
         mask: NDArray[np.bool_] = chosen[journal[:, Column.STREAM]]
