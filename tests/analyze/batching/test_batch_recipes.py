@@ -1,4 +1,4 @@
-"""The recipes of docs/clusters.md for clusters that no test has: what they would read, and the commands they would run."""
+"""Recipes of docs/clusters.md for clusters that no test has: what these would read, and the commands they would run."""
 
 from __future__ import annotations
 
