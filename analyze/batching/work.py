@@ -34,7 +34,8 @@ class Work:
     folder : Folder
         The folder that the answers are written to.
     say : callable
-        Is called with an event for each finished part, and for each retry.
+        Is called with an event for each finished part, for each retry, and, with how many parts workers have, for each
+        task that is submitted and after each `LOOK_SECONDS` of waiting.
     force : bool
         Whether existing parts are replaced.
 
