@@ -58,6 +58,12 @@ if TYPE_CHECKING:
     metavar="OPTIONS",
     help="Compute on workers that SLURM starts: a .toml or .json file, or jobs=8,queue=short,memory=4GB,...",
 )
+@options.number(
+    "--dashboard",
+    least=0,
+    most=65535,
+    help="Of --scheduler local or --slurm: serve Dask's page at this port of 127.0.0.1; 0 for one that is free.",
+)
 @click.option("--part", metavar="I/N", help="Compute one share of N only, counted from 0, without any cluster.")
 @options.size("--memory", help="Memory that a worker may allocate; a part that needs more fails.")
 @options.size("--part-size", "part_bytes", help="What a part reads, at most (default: 128MiB).")
@@ -74,6 +80,7 @@ def batch(
     reenact: str | None,
     scheduler: str | None,
     slurm: str | None,
+    dashboard: int | None,
     memory: int | None,
     table: str | None,
     only_plan: bool,
@@ -84,8 +91,8 @@ def batch(
     """Ask many traces, in parallel; what was computed before is not computed again.
 
     TRACE is a trace, a glob, a folder with traces below it, a URL, or @FILE with one of these on each line. The folder
-    of the results is a Parquet dataset (DIR/parts), with DIR/failures.jsonl and DIR/manifest.json. Where something
-    could not be answered, the rest is, and the exit code is 4.
+    of the results is a Parquet dataset (DIR/parts), with DIR/failures.jsonl and DIR/manifest.json;
+    DIR/progress.json says how far it is. Where something could not be answered, the rest is, and the exit code is 4.
     """
     check_installed("pyarrow", "tables", "a batch")
     from analyze.batching.engines import ONE_THREAD
@@ -121,8 +128,8 @@ def batch(
             return
         with batch_progress(sys.stderr) as progress:
             results = run_batch(
-                traces, specs, out, scheduler=scheduler, slurm=cluster, memory=memory, table=table, progress=progress,
-                **asked,
+                traces, specs, out, scheduler=scheduler, slurm=cluster, dashboard=dashboard, memory=memory, table=table,
+                progress=progress, **asked,
             )  # fmt: skip
     unverified = [] if again is None else again.unverified
     if results.failures or unverified:

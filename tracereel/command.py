@@ -200,7 +200,7 @@ HEADINGS: Mapping[str, Sequence[str]] = {
         *("steps_again", "attempt", "late_probe", "probe_labels", "every_keyframe", "allow_different", "reenact"),
     ),
     "What is read": ("kinds", "modules", "steps", "tags", "ranks", "rank", "follow", "no_verify", "limit", "features"),
-    "Where it is computed": ("workers", "scheduler", "slurm", "part", "memory", "part_bytes", "force"),
+    "Where it is computed": ("workers", "scheduler", "slurm", "dashboard", "part", "memory", "part_bytes", "force"),
     "What is written": (
         *("out", "answers", "log", "table", "tensorboard", "trackers", "overwrite", "resume", "first_step"),
         *("compression", "max_overhead", "overhead_credit", "max_bytes", "stop_at_bytes", "min_free_disk"),

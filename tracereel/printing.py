@@ -236,7 +236,9 @@ class BatchBar:
             if event["status"] != "computed":
                 self._say(f"{event['status']}: {event['trace']} {event['subscriber']}: {event.get('reason', '')}")
         elif event["event"] == "retry":
-            self._say(f"trying again: {event['trace']}: {event['reason']}")
+            self._say(f"trying again: {event['trace']} {event['subscriber']}: {event['reason']}")
+        elif event["event"] == "dashboard":
+            self._say(f"dashboard: {event['url']}")
 
     def _say(self, sentence: str) -> None:
         from rich.text import Text

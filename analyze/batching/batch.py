@@ -7,6 +7,7 @@ The folder of results::
     out/arrays/ID.zarr             answers of more than 4096 numbers each, as a results trace
     out/failures.jsonl             what the last batch could not answer, and why
     out/manifest.json              the traces, subscribers, units and versions of the batch
+    out/progress.json              how far the batch is, for other programs
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from analyze.batching.folder import Folder, folder_at
 from analyze.batching.manifest import conclude
 from analyze.batching.part_files import RUN_COLUMNS, PartFiles, remove_spoiled
 from analyze.batching.planning import PART_BYTES
+from analyze.batching.progress import ProgressFile
 from analyze.batching.units import Pairs
 from analyze.batching.work import Work, engine_of
 from analyze.metrics.checks import is_whole
@@ -54,6 +56,7 @@ def batch(
     part: str | tuple[int, int] | None = None,
     force: bool = False,
     memory: int | None = None,
+    dashboard: int | None = None,
     part_bytes: int = PART_BYTES,
     table: PathLike | None = None,
     replacement: Replacement | None = None,
@@ -92,6 +95,9 @@ def batch(
         Compute everything anew.
     memory : int, optional
         The most bytes of memory that a worker of this machine may allocate; a part that needs more becomes a failure.
+    dashboard : int, optional
+        With ``scheduler="local"`` or `slurm`: serve Dask's page of its workers on 127.0.0.1, at this port (0: a free
+        one). There is no password. The event ``"dashboard"`` has its ``url``.
     part_bytes : int
         The most bytes that a part reads, where the work can be cut. A different number makes different parts, so that
         stored answers may not be reused.
@@ -104,7 +110,8 @@ def batch(
         Is called with a mapping for each event: ``event`` is ``"planning"``, ``"planned"`` (with
         ``parts``, ``cached``, ``bytes``, ``traces``), ``"part"`` (with ``id``, ``trace``, ``subscriber``, ``rank``,
         ``status``, ``rows``, ``seconds``, ``bytes``, ``reason``, the numbers of parts that are ``done`` and ``failed``
-        so far, and of all ``parts``) or ``"retry"``.
+        so far, and of all ``parts``), ``"dashboard"`` or ``"retry"`` (with ``trace``, ``subscriber``, ``rank``,
+        ``reason`` and the number of ``parts``: their worker died, and they are tried again).
 
     Returns
     -------
@@ -123,7 +130,7 @@ def batch(
         If it is interrupted; the units that are done are kept.
     """
     began = time.monotonic()
-    _check(scheduler, slurm, memory, part, table)
+    _check(scheduler, slurm, memory, dashboard, part, table)
     say = progress or (lambda event: None)
     planned = plan_batch(
         traces, subscribers, out,
@@ -134,9 +141,11 @@ def batch(
         folder.make()
         folder.sweep()
         remove_spoiled(folder, [unit.id for unit in planned.spoiled])
-        work = Work(planned, folder, say, force)
-        say({"event": "planned", **planned.counts})
-        _compute(planned, work, folder, partial(engine_of, planned, workers, scheduler, slurm, memory))
+        with ProgressFile(folder, planned, say) as tell:
+            work = Work(planned, folder, tell, force)
+            tell({"event": "planned", **planned.counts})
+            start = partial(engine_of, planned, workers, scheduler, slurm, memory, dashboard)
+            _compute(planned, work, folder, start, tell)
         results = BatchResults(str(folder), planned, work, time.monotonic() - began)
     if table is not None:
         results.to_parquet(table, overwrite=True)
@@ -147,6 +156,7 @@ def _check(
     scheduler: Any,
     slurm: Mapping[str, Any] | None,
     memory: int | None,
+    dashboard: int | None,
     part: str | tuple[int, int] | None,
     table: PathLike | None,
 ) -> None:
@@ -157,6 +167,14 @@ def _check(
         raise CaptureError("a batch runs on a scheduler or on SLURM: give one of them")
     if memory is not None and not is_whole(memory, 1):
         raise CaptureError(f"memory is a positive number of bytes, not {memory!r}")
+    if dashboard is not None:
+        if slurm is None and scheduler != "local":
+            raise CaptureError(
+                "a dashboard is of the Dask that a batch starts, with the scheduler local or with SLURM; a scheduler "
+                "that runs already has its own"
+            )
+        if find_spec("bokeh") is None:
+            raise not_installed("the dashboard", "bokeh", "report")
     if table is not None and Path(table).suffix != ".parquet":
         raise CaptureError(f"{os.fspath(table)}: the table is a file that ends in .parquet")
     if table is not None and part is not None:
@@ -165,12 +183,16 @@ def _check(
         )
 
 
-def _compute(planned: BatchPlan, work: Work, folder: Folder, start: Callable[[], Engine]) -> None:
+def _compute(
+    planned: BatchPlan, work: Work, folder: Folder, start: Callable[[], Engine], say: Callable[[Any], None]
+) -> None:
     """Compute the tasks; write the failures and the manifest at the end, even if the work is interrupted."""
     state = "interrupted"
     try:
         if work.left:
             with contextlib.closing(start()) as engine:
+                if engine.dashboard:
+                    say({"event": "dashboard", "url": engine.dashboard})
                 work.run(engine)
         state = "finished" if not work.failures else "incomplete"
     finally:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import sys
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterable, Mapping
 from concurrent.futures import CancelledError, Future
 from functools import partial
 from importlib import import_module
@@ -18,8 +20,6 @@ from analyze.batching.units import Receipt, Task
 from analyze.metrics.checks import is_whole
 from tracer.errors import MessageError, TracerError
 
-NO_DASHBOARD: Final = {"dashboard": False, "dashboard_address": "127.0.0.1:0"}
-"""Options of a Dask scheduler. It always serves HTTP: to this machine only, on a port that no other batch has."""
 CONNECT_SECONDS: Final = 30.0
 """How long a Dask scheduler may take to answer."""
 WORKERS_SECONDS: Final = 300.0
@@ -39,6 +39,8 @@ class Dask(Engine):
         Processes of a local cluster, or jobs of a batch system.
     memory : int, optional
         Bytes of memory of a worker of a local cluster.
+    dashboard : int, optional
+        The port of the dashboard of a local cluster, or of what `slurm` has started with the same port.
 
     Raises
     ------
@@ -49,7 +51,9 @@ class Dask(Engine):
     room = sys.maxsize
     blames_all = True  # Dask blames every task that the dead worker held, even tasks that it had not begun
 
-    def __init__(self, scheduler: Any, workers: int | None = None, memory: int | None = None) -> None:
+    def __init__(
+        self, scheduler: Any, workers: int | None = None, memory: int | None = None, dashboard: int | None = None
+    ) -> None:
         try:
             # import_module, because mypy would check against the incomplete annotations of distributed
             distributed: Any = import_module("distributed")
@@ -65,7 +69,7 @@ class Dask(Engine):
                     threads_per_worker=1,
                     processes=True,
                     memory_limit=memory or "auto",
-                    scheduler_kwargs=NO_DASHBOARD,
+                    scheduler_kwargs=_serving(dashboard),
                     silence_logs=40,
                 )
             elif not isinstance(scheduler, str):
@@ -75,8 +79,14 @@ class Dask(Engine):
             self._end_cluster()
             raise TracerError(f"no Dask scheduler answers at {self._name}: {error}") from error
         self._had_worker, self._left = time.monotonic(), 0
+        self._tasks: dict[str, Task] = {}
+        self._gone_workers: deque[dict[str, Any]] = deque()
+        self._client.subscribe_topic("all", self._note)
         try:
             self._check_workers()
+            if dashboard is not None:
+                port = self._client.scheduler_info()["services"]["dashboard"]
+                self.dashboard = f"http://127.0.0.1:{port}/status"
         except BaseException:
             self.close()
             raise
@@ -107,6 +117,7 @@ class Dask(Engine):
 
         running: Running = Future()
         theirs = self._client.submit(run, task, out, replace, pure=False, retries=0)
+        self._tasks[theirs.key] = task
         theirs.add_done_callback(partial(_pass_on, running))
         self._left += 1
         return running
@@ -122,12 +133,35 @@ class Dask(Engine):
             raise self._gone(error)
         return f"Dask could not run it: {type(error).__name__}: {error}"
 
+    def _note(self, event: tuple[float, Any]) -> None:
+        """Remember that a worker is gone; Dask calls this, in a thread of its own, for all that happens."""
+        if isinstance(event[1], dict) and event[1].get("action") == "remove-worker":
+            self._gone_workers.append(event[1])
+
+    def deaths(self) -> Iterable[tuple[Task, str]]:
+        while self._gone_workers:
+            told = self._gone_workers.popleft()
+            had = [task for key, task in self._tasks.items() if key in told["processing-tasks"]]
+            if had:  # a worker computes the task that was submitted first
+                ended = "was closed" if told.get("expected") else "died"
+                yield had[0], f"the Dask worker {told['worker']} {ended}, while {len(had) - 1} other tasks waited there"
+
     def check(self) -> None:
-        """Raise `TracerError` if the scheduler is gone, or has had no worker for `WORKERS_SECONDS`."""
+        """Submit lost jobs again, for which Dask submits none.
+
+        Raises
+        ------
+        TracerError
+            If the scheduler is gone or has had no worker for `WORKERS_SECONDS`, or if a batch system refuses the jobs.
+        """
         now = time.monotonic()
         if self._client.status == "closed":
             raise self._gone()
-        if self._client.status == "running" and self._client.nthreads():
+        has_worker = self._client.status == "running" and bool(self._client.nthreads())
+        if hasattr(self._cluster, "job_cls"):
+            with contextlib.suppress(*[TracerError] if has_worker else []):
+                _submit_jobs(self._cluster)
+        if has_worker:
             self._had_worker = now
         elif now - self._had_worker > WORKERS_SECONDS:
             raise TracerError(
@@ -144,6 +178,7 @@ class Dask(Engine):
 
     def close(self) -> None:
         with contextlib.suppress(Exception):
+            self._client.unsubscribe_topic("all")  # or the scheduler tells a client that is gone that it is gone
             self._client.close(timeout=10)
         self._end_cluster()
 
@@ -171,7 +206,12 @@ def version() -> str:
     return __version__
 
 
-def slurm(options: Mapping[str, Any]) -> Any:
+def _serving(dashboard: int | None) -> dict[str, Any]:
+    """Options of a Dask scheduler. It always serves HTTP: to this machine only, by default on a port that is free."""
+    return {"dashboard": dashboard is not None, "dashboard_address": f"127.0.0.1:{dashboard or 0}"}
+
+
+def slurm(options: Mapping[str, Any], dashboard: int | None = None) -> Any:
     """Start a cluster of Dask workers on SLURM.
 
     Parameters
@@ -179,11 +219,13 @@ def slurm(options: Mapping[str, Any]) -> Any:
     options : mapping
         ``jobs`` (how many), and what `dask_jobqueue.SLURMCluster` takes: ``queue``, ``account``, ``cores``, ``memory``,
         ``processes``, ``walltime``, ``interface``, ``job_extra_directives``, ``worker_extra_args``, …
+    dashboard : int, optional
+        The port of the dashboard.
 
     Raises
     ------
     TracerError
-        If dask-jobqueue is not installed, or cannot start the cluster.
+        If dask-jobqueue is not installed, or cannot start the cluster, or SLURM refuses a job.
     """
     try:
         dask_jobqueue: Any = import_module("dask_jobqueue")
@@ -197,13 +239,51 @@ def slurm(options: Mapping[str, Any]) -> Any:
     given.setdefault("cores", 1)
     given.setdefault("processes", given["cores"])
     given.setdefault("memory", f"{4 * int(given['cores'])}GB")
-    given.setdefault("scheduler_options", dict(NO_DASHBOARD))
+    asked = {} if dashboard is None else _serving(dashboard)
+    given["scheduler_options"] = {**_serving(None), **given.get("scheduler_options", {}), **asked}
     try:
         cluster = dask_jobqueue.SLURMCluster(**given)
-        cluster.scale(jobs=jobs)
-    except Exception as error:  # e.g. TypeError for a wrong option, FileNotFoundError without sbatch
+    except Exception as error:  # e.g. TypeError for a wrong option
         raise TracerError(f"SLURM workers cannot be started with {given}: {type(error).__name__}: {error}") from error
+    try:
+        _submit_jobs(cluster, jobs)
+    except TracerError:
+        gc.collect()  # Dask's close waits for ever if the refused jobs are still there, in frames of tracebacks
+        with contextlib.suppress(Exception):
+            cluster.close(timeout=30)
+        raise
     return cluster
+
+
+def _submit_jobs(cluster: Any, more: int = 0) -> None:
+    """Submit the jobs of a cluster of dask-jobqueue that are not submitted, and `more`.
+
+    Its `scale` submits them later, and a refusal is only logged.
+
+    Raises
+    ------
+    TracerError
+        If the batch system refuses a job, in its own words.
+    """
+
+    async def submitted() -> None:
+        await cluster
+
+    for _ in range(more):
+        cluster.worker_spec.update(cluster.new_worker_spec())
+    try:
+        cluster.sync(submitted)
+    except FileNotFoundError as error:
+        said = f"{error.filename} is not on this machine"
+    except (RuntimeError, ValueError, OSError) as error:  # with what the command said, or without a job's id in it
+        words = str(error).partition("stderr:\n")[2] or str(error)
+        said = "; ".join(line.strip() for line in words.splitlines() if line.strip())
+    else:
+        return
+    for name in [name for name, job in cluster.workers.items() if job.job_id is None]:
+        del cluster.workers[name]  # so that Dask takes it for one to submit again
+    command = cluster.job_cls.submit_command
+    raise TracerError(f"{command} did not submit a job, so the batch ends: {said}")
 
 
 def options_of(text: str) -> dict[str, Any]:

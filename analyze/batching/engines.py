@@ -16,7 +16,7 @@ import threading
 import time
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from importlib.util import find_spec
@@ -49,10 +49,13 @@ class Engine(ABC):
         How many tasks it takes at the same time.
     blames_all : bool
         Whether a worker that dies may fail other tasks than the one that killed it.
+    dashboard : str
+        The address of a page that shows the workers; empty if there is none.
     """
 
     room: int = 1
     blames_all: bool = False
+    dashboard: str = ""
 
     @abstractmethod
     def submit(self, task: Task, out: str, replace: bool) -> Running:
@@ -67,6 +70,10 @@ class Engine(ABC):
             If the engine can compute no other task either.
         """
         return task.result()
+
+    def deaths(self) -> Iterable[tuple[Task, str]]:
+        """Tasks that a dead worker had, and which the engine itself tries again, and why; each is given once."""
+        return ()
 
     def check(self) -> None:
         """Raise `TracerError` if the accepted tasks would wait for ever."""

@@ -127,16 +127,12 @@ class DiskFolder:
 
     def sweep(self) -> None:
         """Remove the unfinished files of ended processes of this machine."""
-        parts = self._path / "parts"
-        if not parts.is_dir():
-            return
         ours = f".{socket.gethostname()}."
-        for name in os.listdir(parts):
-            front, _, pid = name.removesuffix(".tmp").rpartition(".")
-            begun = name.startswith(".") and name.endswith(".tmp") and f"{front}.".endswith(ours)
-            if begun and pid.isdigit() and process_start(int(pid)) is None:
+        for path in (*self._path.glob(".*.tmp"), *self._path.glob("parts/.*.tmp")):
+            front, _, pid = path.stem.rpartition(".")
+            if f"{front}.".endswith(ours) and pid.isdigit() and process_start(int(pid)) is None:
                 with contextlib.suppress(OSError):
-                    (parts / name).unlink()
+                    path.unlink()
 
     def close(self) -> None:
         """Do nothing: there is no connection."""

@@ -25,7 +25,7 @@ from tracer.stores.locations import Anywhere
 
 MANIFEST: Final = "manifest.json"
 FAILURES: Final = "failures.jsonl"
-_OF_A_SHARE: Final = re.compile(r"failures-\d+-of-\d+\.jsonl")
+_OF_A_SHARE: Final = re.compile(r"(failures|progress)-\d+-of-\d+\.jsonl?")
 
 
 def conclude(folder: Folder, planned: BatchPlan, work: Work, state: str) -> None:

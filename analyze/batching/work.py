@@ -34,7 +34,8 @@ class Work:
     folder : Folder
         The folder that the answers are written to.
     say : callable
-        Is called with an event for each finished part, and for each retry.
+        Is called with an event for each finished part, for each retry, and, with how many parts workers have, for each
+        task that is submitted and after each `LOOK_SECONDS` of waiting.
     force : bool
         Whether existing parts are replaced.
 
@@ -54,7 +55,7 @@ class Work:
         self.seconds: dict[str, list[float]] = {}
         self._folder, self._say, self._force = folder, say, force
         self._parts = sum(len(task.units) for task in planned.tasks)
-        self._done = self._failed = 0
+        self._done = self._failed = self._running = 0
         self._waiting = deque(planned.tasks)
         # tasks to retry, each with no other beside it, when all other tasks are done
         self._alone: deque[Task] = deque()
@@ -81,16 +82,22 @@ class Work:
                 task = self._alone.popleft()
                 running[self._submit(engine, task)] = task
             done, _ = wait(running, LOOK_SECONDS, FIRST_COMPLETED)
+            for task, reason in engine.deaths():
+                self._tell_retry(task, reason)
             if not done:
                 engine.check()
+                self._say({"event": "waiting", "running": self._running})
             for one in [one for one in running if one in done]:  # in the order in which they began
                 self._take(engine, running.pop(one), one)
 
     def _submit(self, engine: Engine, task: Task) -> Running:
+        self._running += len(task.units)
+        self._say({"event": "waiting", "running": self._running})
         return engine.submit(task, str(self._folder), self._force)
 
     def _take(self, engine: Engine, task: Task, running: Running) -> None:
         """Count the outcomes of the units of a task that is done; retry it if it has none."""
+        self._running -= len(task.units)
         receipt = engine.receipt(running)
         if isinstance(receipt, str):
             self._retry(task, receipt, self._alone if engine.blames_all else self._waiting)
@@ -109,9 +116,14 @@ class Work:
         if not others and first.id in self._tried:
             self._count(first, Outcome(first.id, "killed", reason=f"{reason}, twice"))
             return
-        self._say({"event": "retry", "trace": task.run.trace, "reason": reason, "parts": len(task.units)})
+        self._tell_retry(task, reason)
         self._tried |= {unit.id for unit in task.units}
         tasks += [task.only(unit) for unit in task.units]
+
+    def _tell_retry(self, task: Task, reason: str) -> None:
+        first = task.units[0]
+        told = {"trace": first.title, "subscriber": ", ".join(unit.spec for unit in task.units), "rank": first.rank}
+        self._say({"event": "retry", **told, "reason": reason, "parts": len(task.units)})
 
     def _count(self, unit: Unit, outcome: Outcome, where: str = "") -> None:
         """Count a finished unit, and report it."""
@@ -139,15 +151,20 @@ class Work:
 
 
 def engine_of(
-    planned: BatchPlan, workers: int | None, scheduler: Any, slurm: Mapping[str, Any] | None, memory: int | None
+    planned: BatchPlan,
+    workers: int | None,
+    scheduler: Any,
+    slurm: Mapping[str, Any] | None,
+    memory: int | None,
+    dashboard: int | None = None,
 ) -> Engine:
     """The engine that the arguments of `analyze.batch` choose."""
     if scheduler is not None or slurm is not None:
         from analyze.batching import clusters
 
         if slurm is not None:
-            scheduler = clusters.slurm({**({} if workers is None else {"jobs": workers}), **slurm})
-        return clusters.Dask(scheduler, workers, memory)
+            scheduler = clusters.slurm({**({} if workers is None else {"jobs": workers}), **slurm}, dashboard)
+        return clusters.Dask(scheduler, workers, memory, dashboard)
     if workers == 0 or ((workers, memory) == (None, None) and is_for_here(planned)):
         return Inline()
     return Processes(min(cores() if workers is None else workers, len(planned.tasks)), memory, _modules(planned))

@@ -33,6 +33,7 @@ ClusterName=tracereel
 SlurmctldHost=$host(127.0.0.1)
 SlurmUser=root
 AuthType=auth/munge
+AuthInfo=cred_expire=5
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SlurmdParameters=config_overrides
@@ -47,7 +48,10 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 KillWait=5
 NodeName=$host NodeAddr=127.0.0.1 CPUs=$((cpus > 4 ? cpus : 4)) State=UNKNOWN
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 PartitionName=short Nodes=$host Default=YES MaxTime=INFINITE State=UP
+PartitionName=urgent Nodes=$host MaxTime=INFINITE State=UP PriorityTier=10
 CONF
     stop
     # a munged of the system, if one runs, serves as well

@@ -284,7 +284,7 @@ def test_shares_together_are_the_whole(runs: Path, tmp_path: Path) -> None:
     assert counted(results) == (0, sum(share.computed for share in shares), 0)
     assert said(results) == whole(sorted(runs.iterdir()))
     assert pyarrow.parquet.read_metadata(tmp_path / "table.parquet").num_rows == len(results)
-    assert sorted(path.name for path in out.iterdir()) == ["failures.jsonl", "manifest.json", "parts"]
+    assert sorted(path.name for path in out.iterdir()) == ["failures.jsonl", "manifest.json", "parts", "progress.json"]
 
 
 def test_a_share_does_not_depend_on_what_is_there(runs: Path, tmp_path: Path) -> None:

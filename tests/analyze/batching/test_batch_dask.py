@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import multiprocessing
+import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator, Mapping
 from concurrent.futures import CancelledError, Future
 from functools import partial
@@ -27,7 +30,8 @@ from analyze.batching.engines import Running, environment
 from analyze.batching.units import Receipt
 from tests import processes
 from tests.analyze.batching.batches import counted, said, whole, write
-from tracer.errors import MessageError, TracerError
+from tests.tracereel.command_line import run
+from tracer.errors import CaptureError, MessageError, TracerError
 
 
 @pytest.fixture
@@ -115,10 +119,37 @@ def quick_deaths(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_a_local_dask_cluster_and_a_part_that_kills_its_workers(
     quick_deaths: None, runs: Path, trouble: str, tmp_path: Path
 ) -> None:
-    """Dask tries it on one worker after the other, gives up, and the rest is computed."""
+    """Dask tries it on one worker after the other, gives up, and the rest is computed.
+
+    Each death is told, and the dashboard, as all else, listens to this machine only.
+    """
+    psutil = pytest.importorskip("psutil")  # comes with distributed
+    pytest.importorskip("bokeh", reason="bokeh is not installed: pip install 'tracereel[report]'")
     write(runs / "bad.zarr", mark=666.0)
     spec = f"{trouble}:Crashes:where={tmp_path}/mark"
-    results = batch(runs, ["norm", spec], tmp_path / "out", scheduler="local", workers=2)
+    told: dict[str, list[Mapping[str, Any]]] = {}
+    ports: dict[int, str] = {}
+    pages = []
+
+    def look(event: Mapping[str, Any]) -> None:
+        told.setdefault(event["event"], []).append(event)
+        if event["event"] == "dashboard":
+            here = psutil.Process()
+            connections = [
+                one for each in (here, *here.children(recursive=True)) for one in each.net_connections("tcp")
+            ]
+            ports.update({one.laddr.port: one.laddr.ip for one in connections if one.status == "LISTEN"})
+            with urllib.request.urlopen(event["url"]) as page:
+                pages.append(page.read())
+
+    results = batch(runs, ["norm", spec], tmp_path / "out", scheduler="local", workers=2, dashboard=0, progress=look)
+    (shown,) = told["dashboard"]
+    assert re.fullmatch(r"http://127\.0\.0\.1:\d+/status", shown["url"])
+    assert int(re.findall(r"\d+", shown["url"])[-1]) in ports
+    assert set(ports.values()) == {"127.0.0.1"}
+    assert b"Dask" in pages[0]
+    deaths = [event for event in told["retry"] if re.match(r"the Dask worker tcp://.* died, while", event["reason"])]
+    assert "bad.zarr" in {Path(event["trace"]).name for event in deaths}
     assert counted(results) == (7, 0, 1)
     (failure,) = results.failures
     assert (failure.status, Path(failure.trace).name) == ("killed", "bad.zarr")
@@ -193,6 +224,61 @@ def test_dask_that_cannot_be_used_is_told(monkeypatch: pytest.MonkeyPatch) -> No
         Dask("tcp://127.0.0.1:9")
     with pytest.raises(MessageError, match="jobs is how many jobs"):
         slurm({"jobs": 0})
+
+
+REFUSING = """#!/bin/sh
+[ ! -e accepts ] || { rm accepts; echo Submitted batch job 42; exit 0; }
+sleep 0.2
+echo "sbatch: error: invalid partition specified: nosuch" >&2
+echo "sbatch: error: Batch job submission failed: Invalid partition name specified" >&2
+exit 1
+"""
+
+
+@pytest.mark.parametrize("accepted", [0, 1])
+def test_a_refused_job_ends_the_batch_at_once(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], accepted: int
+) -> None:
+    """One sentence in the words of sbatch, exit code 1, and the jobs that it had accepted are cancelled."""
+    pytest.importorskip("dask_jobqueue", reason="dask-jobqueue is not installed: pip install 'tracereel[cluster]'")
+    for name, text in (("sbatch", REFUSING), ("scancel", "#!/bin/sh\necho $@ >> cancelled\n")):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.chdir(tmp_path)
+    if accepted:
+        (tmp_path / "accepts").touch()
+    began = time.monotonic()
+    done = run("batch", runs, "-s", "norm", "--out", "out", "--slurm", "jobs=3,interface=lo")
+    assert time.monotonic() - began < 30
+    sentence = (
+        "sbatch did not submit a job, so the batch ends: sbatch: error: invalid partition specified: nosuch; "
+        "sbatch: error: Batch job submission failed: Invalid partition name specified"
+    )
+    assert (done.exit_code, done.stderr.splitlines()[-1]) == (1, f"Error: {sentence}")
+    assert "Traceback" not in done.stderr + capfd.readouterr().err
+    assert (tmp_path / "cancelled").exists() == bool(accepted)
+    told = json.loads((tmp_path / "out" / "progress.json").read_text())
+    assert (told["state"], told["error"]) == ("failed", sentence)
+
+
+def test_a_machine_without_sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told as such."""
+    pytest.importorskip("dask_jobqueue", reason="dask-jobqueue is not installed: pip install 'tracereel[cluster]'")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(TracerError, match=r"so the batch ends: sbatch is not on this machine$"):
+        slurm({"jobs": 1, "interface": "lo"})
+
+
+def test_a_dashboard_that_cannot_be_had(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a batch starts no Dask, or where bokeh, which draws it, is not installed."""
+    for scheduler in (None, "tcp://127.0.0.1:9"):
+        with pytest.raises(CaptureError, match="a dashboard is of the Dask that a batch starts"):
+            batch(runs, "norm", tmp_path / "out", scheduler=scheduler, dashboard=0)
+    monkeypatch.setitem(sys.modules, "bokeh", None)
+    done = run("batch", runs, "-s", "norm", "--out", tmp_path / "out", "--scheduler", "local", "--dashboard", "0")
+    assert done.exit_code == 1
+    assert "the dashboard needs bokeh, which is not installed: pip install 'tracereel[report]'" in done.stderr
 
 
 def test_options_of_a_cluster(tmp_path: Path) -> None:

@@ -134,7 +134,7 @@ def test_shares_on_an_object_store(bucket: Any) -> None:
     whole = batch(runs, "norm", out, workers=0)
     assert (whole.computed, whole.cached, whole.failures) == (0, 3, [])
     left = sorted(key for key in keys(bucket, "shares/") if "/parts/" not in key)
-    assert left == ["shares/failures.jsonl", "shares/manifest.json"]
+    assert left == ["shares/failures.jsonl", "shares/manifest.json", "shares/progress.json"]
 
 
 def test_two_workers_may_compute_the_same(bucket: Any) -> None:

@@ -39,7 +39,10 @@ def test_a_part_that_kills_its_worker_is_told_and_the_rest_goes_on(runs: Path, t
     (failure,) = results.failures
     assert (failure.status, Path(failure.trace).name, failure.spec) == ("killed", "bad.zarr", spec.replace("\\", "/"))
     assert failure.reason == "the worker was killed by SIGSEGV, twice"
-    assert any(event["event"] == "retry" for event in events)
+    retries = [event for event in events if event["event"] == "retry"]
+    assert {event["reason"] for event in retries} == {"the worker was killed by SIGSEGV"}
+    assert {Path(event["trace"]).name for event in retries} == {"bad.zarr"}
+    assert spec in retries[0]["subscriber"].split(", ")
     once = f"{trouble}:Crashes:once=true,where={tmp_path}/once"
     assert counted(batch(runs / "bad.zarr", once, tmp_path / "out", workers=1)) == (1, 0, 0)
 
