@@ -34,7 +34,9 @@ def test_the_reference_has_every_public_name_and_its_parameters(site: Path) -> N
     import analyze
     import tracer
 
-    pages = {name: (site / "api" / f"{name}.html").read_text(encoding="utf-8") for name in ("tracer", "analyze", "metrics")}
+    pages = {
+        name: (site / "api" / f"{name}.html").read_text(encoding="utf-8") for name in ("tracer", "analyze", "metrics")
+    }
     together = "".join(pages.values())
     names = [f"{package.__name__}.{name}" for package in (tracer, analyze) for name in package.__all__]
     assert [name for name in names if f'id="{name}"' not in together] == []
@@ -46,7 +48,8 @@ def test_the_reference_has_every_public_name_and_its_parameters(site: Path) -> N
 def test_the_search_finds_what_pages_say(site: Path) -> None:
     """The index has a word of a page, a name of the reference and a sentence of a notebook."""
     index = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))["docs"]
-    said = {page: " ".join(one["text"] for one in index if one["location"].startswith(page)) for page in ("checking", "notebooks")}
+    pages = ("checking", "notebooks")
+    said = {page: " ".join(one["text"] for one in index if one["location"].startswith(page)) for page in pages}
     assert "verdict" in said["checking"]
     assert "Record a training in a notebook" in said["notebooks"]
     assert "api/tracer.html#tracer.record" in {one["location"] for one in index}
