@@ -62,7 +62,7 @@ docs: $(INSTALLED) ## what is made of metrics and rules: docs/metrics.md, docs/r
 
 # what it says about itself is no warning about these pages
 site: $(INSTALLED) ## the documentation as pages with a search and a reference of the API, in site/: python3 -m http.server -d site
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 bench: $(INSTALLED) ## what recording and storing cost, measured in one run
 	$(BIN)/python benchmarks/overhead.py

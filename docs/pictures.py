@@ -1,7 +1,7 @@
-"""Makes the pictures of faults in docs/pictures/: trains small networks that have them, records and draws. A minute.
+"""Makes the pictures of faults in docs/pictures/: trains small networks that have them, records and draws.
 
-It needs the extra `dev` and an installed Chromium: ``python docs/pictures.py [NAME...]``. Trainings differ from
-one machine to another in the last digits, and so do the numbers in the pictures.
+It needs the extra `dev` and an installed Chromium: ``python docs/pictures.py [NAME...]``. All of them take 160 s of CPU
+time. Trainings differ from one machine to another in the last digits, and so do the numbers in the pictures.
 """
 
 from __future__ import annotations

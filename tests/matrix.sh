@@ -41,7 +41,7 @@ pair() {
     fi
     "$home/bin/python" -m pip install --quiet "torch==$2" >"$log" 2>&1 || { echo "torch failed, see $log"; return; }
   fi
-  "$home/bin/python" -m pip install --quiet -c $constraints -e '.[fast]' >"$log" 2>&1 &&
+  "$home/bin/python" -m pip install --quiet -c $constraints -e '.[fast,tables]' >"$log" 2>&1 &&
     "$home/bin/python" -m pip install --quiet pytest pytest-xdist hypothesis hdf5plugin >>"$log" 2>&1 ||
     { echo "dependencies cannot be had, see $log"; return; }
   timeout 600 "$home/bin/python" -m pytest -q -p no:cacheprovider -n 2 "${tests[@]}" >>"$log" 2>&1
