@@ -12,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 # on two cores one process more than cores: some tests wait
 JOBS ?= 3
 
-.PHONY: help demo test check test-slow test-oldest lint docs bench clean
+.PHONY: help demo test check test-slow test-oldest lint docs site bench clean
 
 help: ## say what there is to make
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -60,6 +60,10 @@ docs: $(INSTALLED) ## what is made of metrics and rules: docs/metrics.md, docs/r
 	  mv stub.new $$package/__init__.pyi; \
 	done
 
+# what it says about itself is no warning about these pages
+site: $(INSTALLED) ## the documentation as pages with a search and a reference of the API, in site/: python3 -m http.server -d site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
 bench: $(INSTALLED) ## what recording and storing cost, measured in one run
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/hooks.py
@@ -76,7 +80,7 @@ bench: $(INSTALLED) ## what recording and storing cost, measured in one run
 	$(BIN)/python benchmarks/dataset.py
 
 clean: ## forget the environment and the caches
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache build *.egg-info
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache build site *.egg-info
 
 # torch by itself first: it is the one wheel of which a machine may have a build of its own
 $(DEMO): pyproject.toml constraints.txt

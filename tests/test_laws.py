@@ -163,7 +163,7 @@ def test_who_needs_the_model_answers_live_and_is_refused_on_replay(name: str, li
     assert len(said) == EPOCHS * BATCHES * len(parse(name).produces)
     assert all(bool(torch.isfinite(message.data).all()) for message in said)
     heard = Collect()
-    way = rf"^{name} needs the model.* `trace reenact .*run\.\w+ --subscriber {name} SCRIPT.py`.*$"
+    way = rf"^{name} needs the model.* `trace reenact .*run\.\w+ --steps \d+:\d+ -s {name} \S.*`.*$"
     with pytest.raises(tracer.CaptureError, match=way):
         tracer.replay(live.path, parse(name), heard)
     assert not len(heard)

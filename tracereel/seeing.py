@@ -97,9 +97,7 @@ def check(
     if as_json:
         print_json(found.as_json())
     else:
-        with tracer.open(traces[0]) as reader:
-            commands = [] if rules else next_commands(found, reader.header)
-        _print(found, commands, chosen=bool(rules))
+        _print(found, [] if rules else next_commands(found), chosen=bool(rules))
     if found.damage:
         complain(f"{found.damage}; the answer is to what comes before that")
 
@@ -174,7 +172,6 @@ def _print(found: Checked, commands: Iterable[str], *, chosen: bool) -> None:
     `chosen`: the user named rules.
     """
     from analyze.rules.coverage import in_table
-    from analyze.seeing.check import TO_COMPARE
 
     tell(found.verdict)
     worst = found.worst
@@ -199,7 +196,7 @@ def _print(found: Checked, commands: Iterable[str], *, chosen: bool) -> None:
     for name, why in found.unjudged.items():
         tell(f"could not judge: {name}: {why}")
     if not (found.probed or chosen):
-        tell(TO_COMPARE)
+        tell(found.to_compare)
     for command in commands:
         tell(f"next: {command}")
 
@@ -253,8 +250,8 @@ def blame(trace: str, step: int | None, most: int, as_json: bool) -> None:
         tell(f"not seen: {sentence}")
     if not found.answered:
         tell(f"recorded {'in this run' if found.step is None else 'there'}: {found.recorded.removeprefix('only ')}")
-        if found.more:
-            tell(f"to see more: {found.more}")
+    if found.more and (found.unseen or not found.answered):
+        tell(f"to see more: {found.more}")
 
 
 def _gradient(one: Suspect) -> tuple[float | None, float | None]:

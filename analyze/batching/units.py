@@ -15,7 +15,7 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from analyze import registry
 from tracer.errors import CaptureError, MessageError, TracerError
-from tracer.messaging.receiver import Scope, describe, refusal
+from tracer.messaging.receiver import Rerun, Scope, describe, refusal
 from tracer.messaging.subscriber import Subscriber
 from tracer.replaying.filters import Filters
 from tracer.secrets import masked_text
@@ -77,9 +77,9 @@ def questions(specs: Iterable[str]) -> list[Question]:
         made.setdefault(registry.canonical(spec), registry.parse(spec))
     if not made:
         raise CaptureError("a batch needs at least one subscriber, but got none")
-    refused = [refusal(describe(one)) for one in made.values() if one.needs_model]
+    refused = [describe(one) for one in made.values() if one.needs_model]
     if refused:
-        raise CaptureError("; ".join(refused))
+        raise CaptureError(refusal(refused, Rerun()))
     asked = []
     for spec in made:
         chain = _chain(spec, made, ())

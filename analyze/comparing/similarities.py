@@ -30,6 +30,7 @@ from tracer.replaying.wanted import opened
 from tracer.shown import table
 from tracer.stores.locations import Anywhere
 from tracer.trace.reader import TraceReader
+from tracer.trace.rerun import rerun_of
 from tracer.trace.streams import Steps, StreamInfo
 
 
@@ -127,7 +128,7 @@ def _ranks(one: TraceReader, other: TraceReader, measure: Similarity) -> list[tu
 def _lacking(reader: TraceReader, measure: Similarity) -> list[str]:
     """Sentences about what a subscriber needs and a trace lacks."""
     offered = [(stream.kind, stream.module, stream.tag) for stream in reader.streams]
-    return unmet([measure], offered, str(reader.path))
+    return unmet([measure], offered, str(reader.path), rerun_of(reader))
 
 
 def observed(reader: TraceReader, measure: Similarity, steps: Steps | None) -> Iterator[Message]:

@@ -21,13 +21,14 @@ from analyze.seeing.check import check
 from tracer.errors import CaptureError
 from tracer.format.journal import Column
 from tracer.messaging.messages import DATA_KINDS, DEFAULT_TAG, KINDS, STATISTICS_SUFFIX, kept_of
-from tracer.messaging.subscriber import can_run_again, run_again, summary
+from tracer.messaging.subscriber import can_run_again, summary
 from tracer.messaging.subscription import is_doubled
 from tracer.numbers.arrays import as_array
 from tracer.numbers.past import NORMAL, Past, median
 from tracer.shown import table
 from tracer.stores.locations import Anywhere
 from tracer.trace.reader import TraceReader
+from tracer.trace.rerun import rerun_of
 
 _JUMP, _RECENT, _LEAST = 3.0, 3, 0.1
 """A change is told if it is more than `_JUMP` times the median of the `_RECENT` changes before, and at least the
@@ -346,8 +347,6 @@ def blame(path: Anywhere | TraceReader, step: int | None = None, *, most: int = 
         start = step if departure is None else departure.step
         begin = steps.index(start)
         suspects, missing = _suspects(reader, steps[begin : at + 1], steps[max(0, begin - _PAST) : begin])
-        if _NO_GRADIENTS in missing and _can_run_again(reader):
-            missing[missing.index(_NO_GRADIENTS)] += f"; {run_again(_PER_SAMPLE, f'{start}:{step + 1}')}"
         return Blame(
             str(reader.path),
             step,
@@ -377,7 +376,7 @@ def _recorded(reader: TraceReader, steps: tuple[int, int] | None) -> tuple[str, 
     more = ""
     if not kinds.issuperset(_PER_SAMPLE):
         if _can_run_again(reader):
-            more = run_again(_PER_SAMPLE, "A:B" if steps is None else f"{steps[0]}:{steps[1]}")
+            more = rerun_of(reader, steps).hint(_PER_SAMPLE)
         else:
             more = f"trace record {' '.join(f'-k {kind}' for kind in _PER_SAMPLE)} SCRIPT.py records it in another run"
     return summary(data), more
@@ -389,7 +388,7 @@ def _not_recorded(reader: TraceReader, steps: Sequence[int], step: int) -> str:
     has = f"the nearest {'is' if len(near) == 1 else 'are'} {' and '.join(map(str, near))}" if near else "it has none"
     again = ""
     if len(near) == 2 and _can_run_again(reader):
-        again = f"; {run_again(_PER_SAMPLE, f'{step}:{step + 1}')}"
+        again = f"; {rerun_of(reader, (step, step + 1)).hint(_PER_SAMPLE)}"
     return f"step {step} was not recorded in {reader.path}; {has}{again}"
 
 

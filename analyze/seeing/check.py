@@ -22,8 +22,8 @@ from analyze.tables.trackers import hand_over_findings
 from tracer.errors import MessageError, StopTraining, TraceCorruptError, UnknownNameError
 from tracer.format.journal import Column
 from tracer.messaging.messages import DEFAULT_TAG, KINDS, Message
-from tracer.messaging.receiver import Receiver
-from tracer.messaging.subscriber import can_run_again, run_again
+from tracer.messaging.receiver import Receiver, Rerun
+from tracer.messaging.subscriber import can_run_again
 from tracer.messaging.subscription import is_doubled
 from tracer.observing.probes import PROBE
 from tracer.replaying.filters import Audience, Filters
@@ -32,13 +32,9 @@ from tracer.replaying.wanted import wanted_of
 from tracer.shown import json_of, table
 from tracer.stores.locations import Anywhere
 from tracer.trace.reader import TraceReader
+from tracer.trace.rerun import rerun_of
 from tracer.trace.streams import Steps
 
-TO_COMPARE = (
-    "similarity of layers needs the same inputs at several steps: trace record --probe 64 SCRIPT.py records them, and "
-    "trace reenact RUN --probe FILE --every-keyframe SCRIPT.py computes them for a run with keyframes"
-)
-"""How to get the activations that similarities of layers need."""
 _ORDER = {name: number for number, name in enumerate(RULES)}
 
 
@@ -109,6 +105,10 @@ class Checked:
         What ended the reading early; empty if nothing did.
     probed : bool
         Whether there are passes of a probe, from which similarities of layers can be computed.
+    again : Rerun or None
+        What to type to run the last steps again; None if the trace lacks what that takes.
+    lacks : tuple of str
+        The kinds that rules need which the trace lacks.
     """
 
     trace: str
@@ -120,6 +120,18 @@ class Checked:
     span: tuple[int, int] | None = None
     damage: str = ""
     probed: bool = False
+    again: Rerun | None = None
+    lacks: tuple[str, ...] = ()
+
+    @property
+    def to_compare(self) -> str:
+        """How to get the activations that similarities of layers need."""
+        told = (
+            "similarity of layers needs the same inputs at several steps: trace record --probe 64 "
+            f"{(self.again or Rerun()).script} records them"
+        )
+        late = f", and {self.again.probing()} computes them for this run" if self.again is not None else ""
+        return f"{told}{late}"
 
     @property
     def worst(self) -> Finding | None:
@@ -297,6 +309,8 @@ def together(reader: TraceReader, asked: Sequence[Rule], each: Sequence[Checked]
         span=(min(first for first, _ in spans), max(last for _, last in spans)) if spans else None,
         damage="; ".join(dict.fromkeys(one.damage for one in each if one.damage)),
         probed=any(one.probed for one in each),
+        again=next((one.again for one in each if one.again is not None), None),
+        lacks=tuple(sorted({kind for one in each for kind in one.lacks})),
     )
 
 
@@ -378,6 +392,7 @@ def concluded(
     damage : str
         What ended the replay early.
     """
+    absent = [name for name, why in unjudged.items() if why and name in RULES]
     told = {**unjudged, **{rule.name: rule.unjudged() for rule in able}}
     recorded = _recorded(reader, steps)
     training = recorded.get(DEFAULT_TAG)
@@ -393,6 +408,8 @@ def concluded(
         span=(int(training[0]), int(training[-1])) if len(training) else None,
         damage=damage,
         probed=PROBE in recorded,
+        again=rerun_of(reader, steps) if can_run_again({one.kind for one in reader.streams}) else None,
+        lacks=tuple(sorted({kind for one in rules_of(absent) for kind in one.needs})),
     )
 
 
@@ -435,7 +452,7 @@ def lacking(rule: Rule, reader: TraceReader, rank: int | None = None) -> str:
     known = {one.kind for one in reader.streams}
     if all(any({f"{kind}_hash", f"{kind}_statistics"} & known for kind in kinds) for kinds in absent):
         told += ", of which only hashes or statistics were kept"
-    return f"{told}; {run_again(rule.needs)}" if can_run_again(known) else told
+    return told
 
 
 class TrainingStopped(StopTraining):

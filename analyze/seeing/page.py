@@ -179,9 +179,7 @@ def header_of(found: Gathered, references: Sequence[Gathered]) -> str:
     if found.damage:
         warnings.append("This page shows what could be read")
     verdict = found.checked.verdict.removeprefix(f"{severity}: ")
-    header = found.info.get("header")
-    commands = next_commands(found.checked, header if isinstance(header, Mapping) else {})
-    return part("heading", severity, verdict, warnings, [*lines, *found.remarks], commands)
+    return part("heading", severity, verdict, warnings, [*lines, *found.remarks], next_commands(found.checked))
 
 
 def _extent(found: Gathered) -> str:

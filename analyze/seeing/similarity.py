@@ -15,7 +15,6 @@ from analyze.metrics.similarity.datapoints import STATUSES
 from analyze.metrics.similarity.similarity import Similarity
 from analyze.registry import find
 from analyze.seeing import panel
-from analyze.seeing.check import TO_COMPARE
 from analyze.seeing.course import Matrices
 from analyze.seeing.gathered import Gathered, Key, Layer
 from analyze.seeing.panel import number
@@ -85,7 +84,7 @@ def similarity_panel(found: Gathered, order: Sequence[Layer]) -> panel.Panel:
     if not sheets:
         none = "No metric that compares layers was asked, such as svcca:against=layers or cka:against=final."
         if not found.checked.probed:
-            none += f" {TO_COMPARE[0].upper()}{TO_COMPARE[1:]}."
+            none += f" S{found.checked.to_compare[1:]}."
         return panel.sentences("similarity", title, none)
     last = len(sheets[0].numbers["value"]) - 1
     return panel.Panel(

@@ -22,7 +22,7 @@ from analyze.asking import analyze
 from analyze.metrics import BUILT_IN
 from analyze.rules import RULES
 from analyze.seeing.blame import blame
-from analyze.seeing.check import check
+from analyze.seeing.check import check, rules_of
 from analyze.seeing.gathered import DEAD, GRADIENT, LEARNING_RATE, RATIO, SIGNAL, WEIGHT, Gathered
 from analyze.seeing.page import page
 from analyze.seeing.report import gather
@@ -75,11 +75,11 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 REMEDIES = (
-    r"trace reenact RUN --steps A:B( -k \w+)+ SCRIPT\.py gives a trace of some steps that has it, if the run does",
+    r"trace reenact \S+run\.zarr --steps \d+:\d+( -k \w+)+ \S.* gives a trace of some steps that has it, if",
     r"run\.probe\(name, inputs, every=N\), or trace record --probe N",
     r"; \w+ is by its name an answer of (\w+), so ask \1, too",
     r"; (\w+):tag=eval takes what is there",
-    r"needs the model, which no replay has; `trace reenact \S+ --subscriber \w+ SCRIPT\.py` runs recorded steps again",
+    r"needs the model, which no replay has; `trace reenact \S+ --steps \d+:\d+ -s \w+ \S.*` runs recorded steps again",
 )
 
 
@@ -181,7 +181,9 @@ def test_rules_run_on_statistics(standard: Path, full: Path) -> None:
     assert said == [(one.rule, one.module, one.first, one.evidence) for one in of_data.findings if one.rule in looked]
     assert {"not_finite", "evaluation_mode", "poor_initialisation", "update_ratio", "norm_drift"} <= looked
     for name in set(of_data.looked) - looked:
-        assert "SCRIPT.py gives a trace of some steps that has it, if the run does" in found.unjudged[name], name
+        assert "it needs " in found.unjudged[name]
+        assert "reenact" not in found.unjudged[name]  # it is told once, and what it records is what they need
+        assert {one for one in rules_of(name)[0].needs if one in KINDS} & set(found.lacks), name
 
 
 @pytest.mark.parametrize("fault", ["evaluation", "dropout", "equal"])
@@ -220,11 +222,12 @@ def test_blame_takes_statistics(standard: Path, full: Path) -> None:
     (suspect,) = found.suspects
     assert (suspect.step, suspect.position, suspect.odd, suspect.seen) == (SPIKE, ODD, True, False)
     assert suspect.size == of_data.suspects[0].size > 100
-    assert any(f"trace reenact RUN --steps {SPIKE}:{SPIKE + 1} -k " in one for one in found.unseen)
+    assert re.search(rf"^trace reenact \S+run\.zarr --steps \d+:{SPIKE + 1} -k ", found.more)
     told = json.loads(json.dumps(found.as_json()))["suspects"][0]
     assert (told["norm"], told["typical"], told["position"]) == (None, None, ODD)
     printed = CliRunner().invoke(main, ["blame", str(standard), "--step", str(SPIKE)]).output
     assert "nan" not in printed
+    assert printed.count("trace reenact") == 1
 
 
 def points(found: Gathered, what: str) -> dict[str, tuple[list[int], list[float]]]:

@@ -31,16 +31,17 @@ def test_who_needs_the_model_is_told_apart(trace: Path) -> None:
     for command in (["replay", trace], ["plot", trace, "--out", str(trace) + ".png"]):
         refused = run(*command, "-s", "hessian_trace", "-s", "norm")
         assert refused.exit_code == 2
-        assert (
-            f"hessian_trace needs the model, which no replay has; `trace reenact {trace} --subscriber" in refused.output
+        told = (
+            f"hessian_trace needs the model, which no replay has; `trace reenact {trace} --steps 2:12 -s hessian_trace"
         )
+        assert told in refused.output
         assert "norm2" not in refused.output
     planned = run("replay", trace, "-s", "hessian_trace", "--plan")
     assert planned.exit_code == 2
     assert "missing: hessian_trace needs the model" in planned.output
     batch = run("batch", trace, "-s", "hessian_trace", "--out", str(trace) + ".answers")
     assert batch.exit_code == 2
-    assert "`trace reenact RUN --subscriber hessian_trace SCRIPT.py`" in batch.output
+    assert "`trace reenact RUN --steps A:B -s hessian_trace SCRIPT.py`" in batch.output
 
 
 def test_subscribers_are_found_by_words() -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, TypeAlias
 
 from tracer.errors import CaptureError
-from tracer.messaging.messages import Message
+from tracer.messaging.messages import DATA_KINDS, KINDS, Message
 from tracer.messaging.stacks import Stack, Stretch, gathered, has_own_methods, is_newer
 from tracer.messaging.subscription import Subscription
 
@@ -345,16 +346,45 @@ class Objective(Protocol):
         """
 
 
-def refusal(receiver: str, trace: Any = "RUN") -> str:
-    """A sentence: why a replay cannot serve a subscriber that needs the model, and what can.
+class Rerun(NamedTuple):
+    """What to type to run steps of a run again: the run, its steps and its script, as words of a shell.
 
     Examples
     --------
-    >>> print(refusal("hessian_trace", "run.zarr"))
-    hessian_trace needs the model, which no replay has; `trace reenact run.zarr --subscriber hessian_trace SCRIPT.py`
+    >>> Rerun("run.zarr", "5:6", "train.py").command(["weights", "weights_doubled"])
+    'trace reenact run.zarr --steps 5:6 -k weights train.py'
+    """
+
+    run: str = "RUN"
+    steps: str = "A:B"
+    script: str = "SCRIPT.py"
+
+    def command(self, kinds: Iterable[str] = (), subscribers: Iterable[str] = ()) -> str:
+        """The command that records these kinds of the steps, by default all, and asks these subscribers."""
+        of_steps = [kind for kind in sorted(kinds) if kind in DATA_KINDS and KINDS[kind].clock == "global_step"]
+        named = "".join(f" -k {kind}" for kind in of_steps)
+        asked = "".join(f" -s {shlex.quote(one)}" for one in subscribers)
+        return f"trace reenact {self.run} --steps {self.steps}{named}{asked} {self.script}"
+
+    def hint(self, kinds: Iterable[str]) -> str:
+        """How to get kinds that a run with keyframes did not record."""
+        return f"{self.command(kinds)} gives a trace of some steps that has it, if the run does"
+
+    def probing(self) -> str:
+        """The command that computes a probe of the run afterwards; the inputs are for the user to name."""
+        return f"trace reenact {self.run} --probe FILE --every-keyframe {self.script}"
+
+
+def refusal(receivers: Sequence[str], again: Rerun) -> str:
+    """A sentence: why a replay cannot serve subscribers that need the model, and what can.
+
+    Examples
+    --------
+    >>> print(refusal(["hessian_trace"], Rerun("run.zarr", "5:6")))
+    hessian_trace needs the model, which no replay has; `trace reenact run.zarr --steps 5:6 -s hessian_trace SCRIPT.py`
      runs recorded steps again with it, and a live run has it, too
     """
     return (
-        f"{receiver} needs the model, which no replay has; `trace reenact {trace} --subscriber {receiver} SCRIPT.py` "
-        "runs recorded steps again with it, and a live run has it, too"
+        f"{' and '.join(receivers)} need{'s' if len(receivers) == 1 else ''} the model, which no replay has; "
+        f"`{again.command((), receivers)}` runs recorded steps again with it, and a live run has it, too"
     )

@@ -11,12 +11,14 @@ from typing import Any, ClassVar, Self, TypeAlias
 
 from tracer.errors import MessageError, did_you_mean
 from tracer.messaging.messages import DEFAULT_TAG, KINDS, Message, MessageBundle, kept_of
-from tracer.messaging.receiver import Receiver, describe
+from tracer.messaging.receiver import Receiver, Rerun, describe
 from tracer.messaging.stacks import Stack, Stretch, gathered, has_own_methods, is_newer
 from tracer.messaging.subscription import Subscription, SynchronizedSubscription, matches_tag
 
 Offered: TypeAlias = Sequence[tuple[str, str | None, str | None]]
 """The available streams, each as kind, module and tag; a tag of None means that messages of any tag may come."""
+Lost: TypeAlias = Sequence[tuple[str, Subscription]]
+"""The kinds that a subscriber lacks, each with the subscription that asks for it."""
 _PROBES = "a probe records them: run.probe(name, inputs, every=N), or trace record --probe N"
 
 
@@ -285,8 +287,8 @@ class CallbackSubscriber(Subscriber):
         self.callback(*data, bundle.global_step, bundle.train_step, bundle.epoch, bundle.key)
 
 
-def unmet(receivers: Iterable[Receiver], offered: Offered, source: str) -> list[str]:
-    """A sentence for each of the receivers that needs something that is not available.
+def unmet(receivers: Iterable[Receiver], offered: Offered, source: str, again: Rerun | None = None) -> list[str]:
+    """A sentence for each of the receivers that needs something that is not available; the last says how to get it.
 
     A `SynchronizedSubscription` needs all of its kinds from at least one module; a plain `Subscription` needs one kind.
 
@@ -297,10 +299,14 @@ def unmet(receivers: Iterable[Receiver], offered: Offered, source: str) -> list[
         The available streams.
     source : str
         The name of the trace or run that offers them, for the sentences.
+    again : Rerun, optional
+        What to type to run steps of it again, if it has what that takes.
     """
     receivers = tuple(receivers)
     answers = {kind for receiver in receivers for kind in receiver.produces}
     sentences = []
+    again = again or Rerun()
+    of_steps: set[str] = set()
     for receiver in receivers:
         lacking: dict[str, None] = {}
         hints: dict[str, str] = {}
@@ -344,10 +350,15 @@ def unmet(receivers: Iterable[Receiver], offered: Offered, source: str) -> list[
                 told += f"of which {source} has only {' and '.join(sorted(set.union(*stand_ins)))}"
             else:
                 told += f"but {source} has {summary(offered)}"
-            remedies = list(_remedies(receiver, lost, offered))
+            known = _of_steps(receiver, lost, offered)
+            remedies = list(_remedies(receiver, lost, offered, None if known else again))
+            of_steps |= known
             # a kind that a remedy mentions is not misspelled
-            meant = [hint for hint, kind in hints.items() if not kind or not any(kind in one for one in remedies)]
+            told_of = [*known, *remedies]
+            meant = [hint for hint, kind in hints.items() if not kind or not any(kind in one for one in told_of)]
             sentences.append(told + "".join(dict.fromkeys([*meant, *remedies])))
+    if of_steps:
+        sentences[-1] += f"; {again.hint(of_steps)}"
     return sentences
 
 
@@ -361,20 +372,6 @@ def can_run_again(kinds: Collection[str]) -> bool:
     """
     inputs = "input_data" in kinds or {"sample_ids", "input_data_hash"}.issubset(kinds)
     return inputs and {"keyframe", "generators"}.issubset(kinds)
-
-
-def run_again(kinds: Iterable[str], steps: str = "A:B") -> str:
-    """A hint how to get kinds that a run with keyframes did not record.
-
-    Examples
-    --------
-    >>> run_again(["weights", "weights_doubled"], "5:6")
-    'trace reenact RUN --steps 5:6 -k weights SCRIPT.py gives a trace of some steps that has it, if the run does'
-    """
-    named = "".join(f" -k {kind}" for kind in sorted(kinds) if kind in KINDS)
-    return (
-        f"trace reenact RUN --steps {steps}{named} SCRIPT.py gives a trace of some steps that has it, if the run does"
-    )
 
 
 def _places(kind: str, subscription: Subscription, offered: Offered) -> Iterator[tuple[str | None, str | None]]:
@@ -394,15 +391,18 @@ def _stand_ins(kind: str, subscription: Subscription, offered: Offered) -> set[s
     return found
 
 
-def _remedies(receiver: Receiver, lost: Sequence[tuple[str, Subscription]], offered: Offered) -> Iterator[str]:
-    """Hints how to get what a subscriber lacks: from the run, or from another subscriber."""
-    again = can_run_again({known for known, _, _ in offered})
-    observed = [(kind, subscription) for kind, subscription in lost if kind in KINDS]
-    if again and any(matches_tag(subscription.tag, DEFAULT_TAG) for _, subscription in observed):
-        yield f"; {run_again(receiver.needs)}"
-    elif receiver.same_inputs and any(not matches_tag(one.tag, DEFAULT_TAG) for _, one in observed):
-        late = "; trace reenact RUN --probe FILE --every-keyframe SCRIPT.py makes one of this run"
-        yield f"; {_PROBES}" + (late if again else "")
+def _of_steps(receiver: Receiver, lost: Lost, offered: Offered) -> set[str]:
+    """The kinds that a subscriber needs, if steps that are run again have what it lacks."""
+    observed = any(kind in KINDS and matches_tag(one.tag, DEFAULT_TAG) for kind, one in lost)
+    return set(receiver.needs) if observed and can_run_again({known for known, _, _ in offered}) else set()
+
+
+def _remedies(receiver: Receiver, lost: Lost, offered: Offered, again: Rerun | None) -> Iterator[str]:
+    """Hints how to get what a subscriber lacks by a probe, unless `again` is None, and from another subscriber."""
+    observed = any(kind in KINDS and not matches_tag(one.tag, DEFAULT_TAG) for kind, one in lost)
+    if again is not None and receiver.same_inputs and observed:
+        late = f"; {again.probing()} makes one of this run"
+        yield f"; {_PROBES}" + (late if can_run_again({known for known, _, _ in offered}) else "")
     for kind in dict.fromkeys(kind for kind, _ in lost if kind not in KINDS and offered):
         base, _, name = kind.rpartition("_")
         if any(base == one or base.startswith(f"{one}_") for one in KINDS):

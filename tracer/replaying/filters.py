@@ -12,6 +12,7 @@ from tracer.messaging.receiver import Receiver, Scope, describe, refusal
 from tracer.messaging.subscriber import Subscriber
 from tracer.messaging.subscription import passes
 from tracer.trace.reader import TraceReader
+from tracer.trace.rerun import rerun_of
 from tracer.trace.streams import Selection, Steps, StreamInfo
 
 
@@ -142,9 +143,10 @@ class Audience:
                     f"{describe(one)} produces {kind}, which {reader.path} already holds: read one or the other"
                 )
 
-    def refusals(self, trace: object) -> list[str]:
-        """A sentence, with the name of the trace, for each receiver that needs the model, which no replay has."""
-        return [refusal(describe(one), trace) for one in self.receivers if one.needs_model]
+    def refusals(self, reader: TraceReader, steps: Steps | None) -> list[str]:
+        """A sentence, with what to type instead, about the receivers that need the model, which no replay has."""
+        names = [describe(one) for one in self.receivers if one.needs_model]
+        return [refusal(names, rerun_of(reader, steps))] if names else []
 
     def memories(self) -> dict[str, Scope]:
         """The scope of each subscriber that has a memory, by name.

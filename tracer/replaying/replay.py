@@ -97,10 +97,9 @@ def replay(
     if not receivers:
         raise CaptureError("a replay needs somebody to listen: give it at least one subscriber or Collect()")
     audience = Audience(in_order(receivers))
-    refused = audience.refusals(trace.path if isinstance(trace, TraceReader) else trace)
-    if refused:
-        raise CaptureError("; ".join(refused))
     with opened(trace, rank) as reader:
+        if refused := audience.refusals(reader, steps):
+            raise CaptureError("; ".join(refused))
         chosen = rank_of(reader, rank)
         filters = Filters.of(kinds, modules, steps, tags)
         following = follow and reader.status == "recording"

@@ -24,6 +24,7 @@ from tracer.replaying.filters import Audience, Filters
 from tracer.stores.locations import Anywhere
 from tracer.trace.described import Position
 from tracer.trace.reader import WINDOW_ROWS, TraceReader
+from tracer.trace.rerun import rerun_of
 from tracer.trace.streams import StreamInfo
 
 
@@ -302,7 +303,8 @@ def wanted_of(reader: TraceReader, audience: Audience, filters: Filters, rank: i
 
     def lacking(updates: Sequence[StreamInfo]) -> list[str]:
         there = [(one.kind, one.module, one.tag) for one in (*offered, *updates)]
-        return unmet(audience.asking, there, f"{reader.path}{' (after the filters)' if filters.narrow else ''}")
+        narrow = " (after the filters)" if filters.narrow else ""
+        return unmet(audience.asking, there, f"{reader.path}{narrow}", rerun_of(reader, filters.steps))
 
     # updates are derived for active receivers only: passive ones alone get what was recorded
     possible = derivable(streams, audience.active, filters)
@@ -312,7 +314,7 @@ def wanted_of(reader: TraceReader, audience: Audience, filters: Filters, rank: i
         missing = lacking(with_pairs(reader, possible))  # what exists at other steps is not missing
     if missing:
         missing[-1] += filters.meant_modules(streams)
-    missing = audience.refusals(reader.path) + missing
+    missing = audience.refusals(reader, filters.steps) + missing
     wanted = [stream for stream in offered if asking(stream, audience.asking)]
     return Wanted(
         wanted,

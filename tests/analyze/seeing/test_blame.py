@@ -275,15 +275,17 @@ def test_without_an_answer(tmp_path: Path) -> None:
     assert code == 0
     assert told.startswith("no step to begin at: nothing found by ")
     assert "recorded in this run: " in told
-    assert "trace reenact RUN --steps A:B" in told
+    assert "run.zarr --steps 41:51 -k bias_gradients" in told
     code, told = printed("--step", "20")
     assert code == 0
     assert "recorded there: input_data, loss, weights" in told
-    assert "to see more: trace reenact RUN --steps 0:21 -k bias_gradients" in told
+    assert "run.zarr --steps 0:21 -k bias_gradients" in told
+    assert told.count("to see more: trace reenact ") == told.count("reenact")
     code, told = printed("--step", "25")
     assert code == 1
     assert "step 25 was not recorded in" in told
-    assert "the nearest are 20 and 30; trace reenact RUN --steps 25:26" in told
+    assert "the nearest are 20 and 30; trace reenact " in told
+    assert "run.zarr --steps 25:26" in told
     found = blame(tmp_path / "run.zarr")
     assert (found.step, found.answered, found.as_json()["step"]) == (None, False, None)
 

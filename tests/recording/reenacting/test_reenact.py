@@ -460,7 +460,7 @@ def test_metrics_that_need_the_model(recorded: Any) -> None:
     folder = recorded("own loss")
     refused = trace(folder, "replay", "run.zarr", "-s", "hessian_trace")
     assert refused.returncode == 2
-    assert "trace reenact run.zarr --subscriber hessian_trace" in refused.stderr
+    assert "trace reenact run.zarr --steps 20:30 -s hessian_trace train.py" in refused.stderr
     done = again(folder, "--steps", "13:15", "--subscriber", "hessian_trace", "--answers", "trace.jsonl", "train.py")
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in (folder / "trace.jsonl").read_text().splitlines()]
