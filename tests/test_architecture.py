@@ -71,7 +71,7 @@ LINES = {
     "tracer/stores": 3312,  # names of axes, dimension scales and consolidated documents, so that other programs read
     "tracer/trace": 3955,  # the step of each row, for other programs; recorded data as a torch dataset
     "tracer/upkeep": 1175,
-    "tracereel": 3713,  # runs by name; errors as JSON, schemas, MCP, completion; --to, export, --dashboard
+    "tracereel": 3716,  # runs by name; errors as JSON, schemas, MCP, completion; --to, export, --dashboard
 }
 
 

@@ -176,11 +176,15 @@ def messages_as_json(reader: tracer.TraceReader, filters: MessageFilters, values
     columns = [Column.STREAM, Column.GLOBAL_STEP, Column.TRAIN_STEP, Column.EPOCH, Column.CALL]
     chosen, streams, steps = [stream.id for stream in filters.streams(reader)], reader.streams, filters.steps
     start, stop = (steps or (None, None))[:2]
-    for window in reader.within(start or 0, stop).windows():
-        for row, data in window.values(streams=chosen, steps=steps):
-            number, *counters = window.journal[row, columns].tolist()
-            stream = streams[number]
-            yield message_facts(stream, stream.module, counters, stream.dtype, data, values)
+
+    def facts() -> Iterator[dict[str, Any]]:
+        for window in reader.within(start or 0, stop).windows():
+            for row, data in window.values(streams=chosen, steps=steps):
+                number, *counters = window.journal[row, columns].tolist()
+                stream = streams[number]
+                yield message_facts(stream, stream.module, counters, stream.dtype, data, values)
+
+    return facts()  # what is wrong with the filters is told now, and not with the first message
 
 
 @click.command(
@@ -200,8 +204,9 @@ def cat(trace: str, filters: MessageFilters, limit: int | None, values: int, as_
     from itertools import islice
 
     with tracer.open(trace) as reader:
+        found = messages_as_json(reader, filters, values)
         note_problems(reader)
-        for facts in islice(messages_as_json(reader, filters, values), limit):
+        for facts in islice(found, limit):
             if as_json:
                 print_json(facts, indent=None)
             else:

@@ -15,7 +15,7 @@ from tests import processes
 for package in ("latex2mathml", "material", "mkdocs_jupyter", "mkdocstrings_handlers.python"):
     pytest.importorskip(package)
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
