@@ -6,6 +6,7 @@ time. Trainings differ from one machine to another in the last digits, and so do
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import html
 import io
@@ -49,12 +50,18 @@ def train(
     before_step: Callable[[int, torch.optim.Optimizer], None] = lambda step, optimizer: None,
     probe: bool = False,
     autocast: bool = False,
+    image_shape: tuple[int, ...] = (64,),
+    apart: str = "no layer",
 ) -> Path:
-    """Train a network on digits with SGD, and record everything."""
+    """Train a network on digits with SGD, and record everything; the layer `apart` has a group of parameters."""
     torch.manual_seed(1)
     digits = load_digits()
-    images, labels = torch.tensor(digits.images).float().flatten(1) / 8 - 1, torch.tensor(digits.target)
-    optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
+    images, labels = torch.tensor(digits.images).float() / 8 - 1, torch.tensor(digits.target)
+    images = images.reshape(-1, *image_shape)
+    groups: list[list[nn.Parameter]] = [[], []]
+    for name, parameter in model.named_parameters():
+        groups[name.startswith(apart)].append(parameter)
+    optimizer = torch.optim.SGD([{"params": group} for group in groups if group], lr=rate, momentum=0.9)
     loss = nn.CrossEntropyLoss()
     capture = [tracer.Capture(tags=["default"]), tracer.Capture(kinds=["activations"], tags=["probe"])]
     with tracer.record(path, model, optimizer, loss=loss, capture=capture, overwrite=True) as run:
@@ -79,8 +86,8 @@ def trace(folder: Path, *words: str) -> str:
 
 
 def save(picture: bytes, name: str) -> None:
-    """Write a PNG with at most 64 colours, which is a third as large."""
-    image = Image.open(io.BytesIO(picture)).convert("RGB").quantize(64, dither=Image.Dither.NONE)
+    """Write a PNG with at most 256 colours, which is half as large."""
+    image = Image.open(io.BytesIO(picture)).convert("RGB").quantize(256, dither=Image.Dither.NONE)
     HERE.mkdir(exist_ok=True)
     image.save(HERE / f"{name}.png", optimize=True)
 
@@ -143,6 +150,27 @@ def softmax(folder: Path) -> None:
     draw_report("softmax", folder, "train.zarr", "loss")
 
 
+def report(folder: Path) -> None:
+    """A layer of a convolutional network that learns forty times as fast for three steps, beside a run without."""
+
+    def convolutions() -> nn.Sequential:
+        torch.manual_seed(0)
+        layers: dict[str, nn.Module] = {}
+        for number, width in enumerate((1, 16, 16, 16), 1):
+            layers[f"conv{number}"] = nn.Conv2d(width, 16, 3, padding=1)
+            layers |= {f"norm{number}": nn.BatchNorm2d(16), f"relu{number}": nn.ReLU()}
+        layers |= {"flat": nn.Flatten(), "fc1": nn.Linear(1024, 64), "relu5": nn.ReLU(), "fc2": nn.Linear(64, 10)}
+        return nn.Sequential(collections.OrderedDict(layers))
+
+    def jump(step: int, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.param_groups[1]["lr"] = 0.4 if 150 <= step < 153 else 0.01
+
+    shared: dict[str, Any] = {"rate": 0.01, "steps": 240, "image_shape": (1, 8, 8), "apart": "conv3"}
+    train(folder / "good.zarr", convolutions(), **shared)
+    train(folder / "train.zarr", convolutions(), before_step=jump, **shared)
+    draw_report("report", folder, "train.zarr", "loss", "heat", options=("good.zarr",))
+
+
 def rates(folder: Path) -> None:
     """The norm of all gradients at three learning rates."""
     runs = [train(folder / f"lr{rate}.zarr", network(), rate=rate).name for rate in (0.01, 0.1, 0.5)]
@@ -165,7 +193,7 @@ def similarity(folder: Path) -> None:
 
 
 PICTURES: dict[str, Callable[[Path], Any]] = {
-    one.__name__: one for one in (dead, exploding, softmax, rates, rounding, similarity)
+    one.__name__: one for one in (report, dead, exploding, softmax, rates, rounding, similarity)
 }
 
 if __name__ == "__main__":
