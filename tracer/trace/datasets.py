@@ -10,7 +10,6 @@ import os
 import tempfile
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -188,7 +187,7 @@ class TraceDataset(IterableDataset[Any]):
         begin = start // window * window
         first = int(np.searchsorted(ends, begin, side="right"))
         before = int(ends[first - 1]) if first else 0
-        pieces = _ahead(aligned.pieces(self._open(), order[first:]))
+        pieces = aligned.pieces(self._open(), order[first:])
         memory, waiting = Memory(2 * window * aligned.row_bytes), list[Piece]()
         for at in range(begin, total, window):
             count, later = min(window, total - at), list[Piece]()
@@ -327,16 +326,7 @@ def _deal(
         if ordered and end - begin == len(array):
             slabs[number][column] = data[begin:end]  # needs no copy
         elif there[-1] - there[0] == end - begin - 1:
-            # numpy copies whole rows, and other threads run meanwhile, only with a `mode` that raises nothing
+            # numpy copies whole rows only with a `mode` that raises nothing
             np.take(data, order[begin:end], axis=0, out=array[there[0] : there[-1] + 1], mode="clip")
         else:
             array[there] = data[order[begin:end]]
-
-
-def _ahead(items: Iterator[Piece]) -> Iterator[Piece]:
-    """The same items; a thread makes the next one while the last is used."""
-    with ThreadPoolExecutor(1, "trace-dataset") as thread:
-        coming = thread.submit(next, items, None)
-        while (item := coming.result()) is not None:
-            coming = thread.submit(next, items, None)
-            yield item
