@@ -9,7 +9,7 @@ from typing import Any
 from analyze import registry
 from analyze.registry import describe_class
 from analyze.rules.rule import Rule
-from tracer.errors import MessageError
+from tracer.errors import MessageError, UnknownNameError
 
 HEADINGS = ("Fires", "Needs", "Source")
 """The headings in the Notes of a rule's docstring, in this order."""
@@ -41,7 +41,10 @@ def describe(name: str) -> dict[str, Any]:
     >>> about["severity"], about["needs"], sorted(about["notes"])
     ('warning', ['activations', 'layer_inputs'], ['Fires', 'Needs', 'Source'])
     """
-    cls = registry.find(name)
+    try:
+        cls = registry.find(name)
+    except UnknownNameError:
+        raise UnknownNameError.of("rule", name, registry.rules()) from None
     if not issubclass(cls, Rule):
         raise MessageError(f"{name} is a metric and no rule; the rules are {', '.join(registry.rules())}")
     about = describe_class(name)

@@ -117,7 +117,7 @@ class OpenFolders:
         from tracer.stores.opening import store_files
 
         place = os.path.realpath(trace)
-        parts = [place, f"{place}.zarr", *map(str, store_files(place) if _is_trace(place) else ())]
+        parts = [place, *([f"{place}.zarr", *map(str, store_files(place))] if _is_trace(place) else [])]
         return all(self._contains(os.path.realpath(one)) for part in parts for one in _links_and(part))
 
     def traces(self, folder: str | None) -> list[str]:

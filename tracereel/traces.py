@@ -19,7 +19,7 @@ from tracereel import options
 from tracereel.command import DAMAGED, FAILED, SOME_FAILED, Command, as_typed, conclude, wrong_usage
 from tracereel.facts import message_facts, message_line, overview, stream_facts
 from tracereel.options import MessageFilters
-from tracereel.outputs import TRACE_SUFFIXES
+from tracereel.outputs import TRACE_SUFFIXES, check_apart
 from tracereel.printing import (
     complain,
     few_shapes,
@@ -371,8 +371,9 @@ def export(trace: str, folder: str, filters: MessageFilters, features: int | Non
     """
     if not filters.kinds:
         raise click.UsageError("say with --kind what to export; trace ls lists what there is")
+    check_apart(folder, trace)
     with tracer.open(trace) as reader:
-        filters.check(reader)
+        filters.check(reader, companions=True)
         chosen = {name: value for name, value in filters.of_a_rank.items() if value}
         data = reader.dataset(**chosen, ranks=filters.ranks or None, features=features)
         note_problems(reader)

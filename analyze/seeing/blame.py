@@ -447,6 +447,10 @@ def _suspects(reader: TraceReader, steps: Sequence[int], before: Sequence[int]) 
         if len(sizes.get(step, ())) == len(norms) > 0:
             past = np.concatenate(usual) if len(usual) >= _LEAST_PAST else np.zeros(0)
             times, odd = _beside(sizes[step], past)
+        if seen and len(norms) > 1 and not (np.isfinite(norms).any() or any(odd)):
+            told = f"the gradients of all {len(norms)} datapoints of step {step} are not finite, so none stands out"
+            unseen[told] = None
+            continue
         found += [
             Suspect(step, position, float(norm), typical, label, size, is_odd, seen, sample)
             for position, (norm, label, size, is_odd, sample) in enumerate(
@@ -579,14 +583,15 @@ def _norms_of_outputs(
     if not rows:
         return None, [_NO_GRADIENTS]
     usual = _most_frequent([len(one) for one in rows])
-    total = np.zeros(usual)
+    rows = [one for one in rows if len(one) == usual]
+    # a layer without a finite gradient ranks nothing
+    total = np.full(usual, math.nan) if not any(np.isfinite(one).any() for one in rows) else np.zeros(usual)
     with np.errstate(all="ignore"):
         for one in rows:
-            if len(one) == usual:
-                norms = np.linalg.norm(one.reshape(usual, -1), axis=1)
-                typical = _typical(norms)
-                if typical > 0:
-                    total += norms / typical
+            norms = np.linalg.norm(one.reshape(usual, -1), axis=1)
+            typical = _typical(norms)
+            if typical > 0:
+                total += norms / typical
     remark = "no layer_inputs were recorded, so datapoints are ranked by the gradients of the layers' outputs alone"
     return total, [remark]
 

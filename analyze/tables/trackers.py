@@ -33,6 +33,8 @@ class TrackedRun(NamedTuple):
     name: str
     settings: Mapping[str, Setting]
     tags: Sequence[Any]
+    recording: str
+    """What tells the recording from others of this name; empty if it is not known."""
     rank: int | None = None
 
     @property
@@ -67,6 +69,12 @@ class Tracker(ABC):
     """The name of `package`."""
     lacking: ClassVar = ""
     """What is wrong if `where` is empty."""
+    unless: ClassVar = ""
+    """The environment variable that says `where` otherwise."""
+    form: ClassVar = ".*"
+    """A pattern of what `where` may be."""
+    usage: ClassVar = ""
+    """What `where` is, for who gives something else."""
     histograms: ClassVar = True
     """Whether `log` takes `Bins`."""
     root: ClassVar = ""
@@ -100,7 +108,8 @@ class TensorBoardRun(Tracker):
     """Event files in a folder below `where`, named like the trace's path; pages lie beside them."""
 
     module = "torch.utils.tensorboard"
-    lacking = "TensorBoard shows the event files of a folder, so name one: tensorboard:DIR"
+    lacking = usage = "TensorBoard shows the event files of a folder, so name one: tensorboard:DIR"
+    form = "(?!.*://).*"
 
     def __init__(self, package: Any, where: str, run: TrackedRun) -> None:
         super().__init__(package, where, run)
@@ -151,6 +160,8 @@ class WandbRun(Tracker):
     """
 
     module = "wandb"
+    usage = "name a project, wandb:PROJECT or wandb:ENTITY/PROJECT"
+    form = "[^/]+(/[^/]+)?"
 
     def __init__(self, package: Any, where: str, run: TrackedRun) -> None:
         super().__init__(package, where, run)
@@ -181,12 +192,18 @@ class WandbRun(Tracker):
 
 @final
 class MlflowRun(Tracker):
-    """The run of this name in an experiment of MLflow, or a new one; `where` is a folder or a tracking URI.
+    """The run of this name in an experiment of MLflow, unless it is of another recording, or a new one.
+
+    `where` is a folder or a tracking URI.
 
     The experiment is that of ``MLFLOW_EXPERIMENT_NAME``, else "Default".
     """
 
     module = "mlflow"
+    lacking = (
+        "MLflow keeps runs in a folder or on a server, so name it: mlflow:FOLDER, mlflow:URI or MLFLOW_TRACKING_URI"
+    )
+    unless = "MLFLOW_TRACKING_URI"
     histograms = False
     root = "root"  # a file store has a folder for the numbers of modules, and a file cannot have its name
 
@@ -198,18 +215,22 @@ class MlflowRun(Tracker):
         if where and "://" not in where:
             where = os.path.abspath(where)  # it remembers stores by their paths
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # or it takes no folder
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # its 7 take minutes, in which it says nothing
         self._client = package.MlflowClient(where or None)
         called = os.environ.get("MLFLOW_EXPERIMENT_NAME", "Default")
         experiment = self._client.get_experiment_by_name(called)
         number = self._client.create_experiment(called) if experiment is None else experiment.experiment_id
-        known = self._client.search_runs([number], f"attributes.run_name = {run.called!r}", max_results=1)
+        named = self._client.search_runs([number], f"attributes.run_name = {run.called!r}", max_results=1000)
+        # a run that the training made itself has no such tag; a run of another recording of this name has another
+        known = [one for own in (run.recording, "") for one in named if one.data.tags.get("recording", "") == own]
         found = known[0] if known else self._client.create_run(number, run_name=run.called)
         self._id = found.info.run_id
         if not known:  # a training that still runs under this name ends by itself
             self.until_end.callback(self._client.set_terminated, self._id)
         self._waiting: list[Any] = []
         self.until_end.callback(self._flush, 1)
-        self._client.set_tag(self._id, "trace", run.trace)
+        for name, value in (("trace", run.trace), ("recording", run.recording)):
+            self._client.set_tag(self._id, name, value)
         if run.tags:
             self._client.set_tag(self._id, "tags", ", ".join(map(str, run.tags)))
         settings = {_for_mlflow(name): str(value) for name, value in run.settings.items()}
@@ -318,8 +339,10 @@ def tracker_of(target: str) -> Callable[[TrackedRun], Tracker]:
     if name not in TRACKERS:
         raise UnknownNameError.of("tracker", name, TRACKERS)
     tracker = TRACKERS[name]
-    if tracker.lacking and not where:
+    if tracker.lacking and not where and not os.environ.get(tracker.unless):
         raise MessageError(tracker.lacking)
+    if where and not re.fullmatch(tracker.form, where):
+        raise MessageError(f"{target}: {name} takes no {where!r}; {tracker.usage}")
     return partial(tracker, needed(f"handing runs to {name}", name, name, tracker.module), where)
 
 
@@ -341,7 +364,8 @@ def _runs(traces: Sequence[str]) -> Iterator[tuple[str, TrackedRun]]:
     for trace, name in run_names(traces).items():
         header = header_of(trace)
         tags = header.get("tags")
-        yield trace, TrackedRun(trace, name, settings_of(header), tags if isinstance(tags, list) else ())
+        tags = tags if isinstance(tags, list) else ()
+        yield trace, TrackedRun(trace, name, settings_of(header), tags, str(header.get("run_id", "")))
 
 
 def hand_over_numbers(answers: AnswerColumns, target: str, times: Mapping[str, Clock]) -> None:

@@ -242,15 +242,17 @@ Clock: TypeAlias = Callable[[int], float]
 
 
 def times_of(reader: TraceReader) -> Clock | None:
-    """The estimated time of each global step of a trace, in seconds since 1970; None if the run has not ended.
+    """The estimated time of each global step of a trace, in seconds since 1970; None if it died at an unknown time.
 
-    A trace has the times when its run began and ended, but not those of its steps: they are spread evenly between.
+    A trace has the times when its run began and ended, but not those of its steps: they are spread evenly between, or
+    up to now, while the run is being recorded.
     """
     info = reader.info
-    if info["created"] is None or info["ended"] is None or info["steps"] is None:
+    ended = dt.datetime.now(dt.UTC).isoformat() if info["status"] == "recording" else info["ended"]
+    if info["created"] is None or ended is None or info["steps"] is None:
         return None
     try:
-        began, ended = (dt.datetime.fromisoformat(info[name]).timestamp() for name in ("created", "ended"))
+        began, ended = (dt.datetime.fromisoformat(one).timestamp() for one in (info["created"], ended))
     except (TypeError, ValueError):  # another writer may use these names for anything
         return None
     first, last = info["steps"]

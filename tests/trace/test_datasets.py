@@ -182,7 +182,10 @@ def test_what_is_no_table_is_refused(tmp_path: Path) -> None:
             writer.write(ModuleMessage(kind="activations", module="a", data=torch.ones(2, length, 5), **where(step)))
         writer.write(NetworkMessage(kind="input_labels", data=torch.ones(7), **where(0)))
         writer.write(NetworkMessage(kind="loss", data=torch.tensor(1.0), **where(2)))
+        writer.write(ModuleMessage(kind="weights_hash", module="a", data=torch.zeros(2, dtype=torch.int64), **where(2)))
     trace = tracer.open(tmp_path / "run.zarr")
+    with pytest.raises(CaptureError, match=r"a state of a dataset is what `state_dict` returns, not \{\}"):
+        trace.dataset("loss").load_state_dict({})
     assert trace.dataset("activations", features=-1).datapoints == 14
     labelled = ["activations", "input_labels"]
     for error, says, kinds, modules, how in (
@@ -194,12 +197,16 @@ def test_what_is_no_table_is_refused(tmp_path: Path) -> None:
         (CaptureError, "no step that is selected has a and loss", ["activations", "loss"], None, {}),
         (CaptureError, "batch_size is a positive number", "loss", None, {"batch_size": 0}),
         (CaptureError, "share is", "loss", None, {"share": (2, 2)}),
+        (CaptureError, "name of a module at least", "activations", [], {}),
+        (CaptureError, "name of a kind at least", [], None, {}),
+        (UnknownNameError, "no rank '1'.*known: 0", "loss", None, {"ranks": 1}),
+        (CaptureError, "only weights_hash of weights.*`trace record -k weights`.*trace reenact", "weights", None, {}),
         (CaptureError, "from 0, not None, -1, 0", "loss", None, {"shuffle": -1}),
     ):
         with pytest.raises(error, match=says):
             trace.dataset(kinds, modules, **how)
-    with pytest.raises(CaptureError, match="the rows of this trace are 0 to 3"):
-        trace.select(at=np.array([4]))
+    with pytest.raises(CaptureError, match="the rows of this trace are 0 to 4"):
+        trace.select(at=np.array([5]))
     steps = [one.global_step for one in trace.messages("activations", at=np.array([3, 1, 2, 0]))]
     assert steps == [1, 0]
 

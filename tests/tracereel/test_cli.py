@@ -102,6 +102,7 @@ WRONG = [
     ("ls TRACE -m conv2", 2, "did you mean 'conv1'?"),
     ("ls TRACE --tag eval", 2, "default, probe"),
     ("replay TRACE -s nrom", 2, "did you mean 'norm'?"),
+    ("rules nrom", 2, "there is no rule 'nrom'"),
     ("subscribers nrom", 2, "did you mean 'norm'?"),
     ("replay TRACE -s norm:ordre=1", 2, "kind, order, tag"),
     ("replay TRACE -s svcca:threshold=7", 2, "7"),

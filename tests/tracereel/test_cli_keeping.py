@@ -247,6 +247,7 @@ def test_export_writes_rows_that_others_read(tmp_path: Path) -> None:
         ((), 2, "say with --kind what to export"),
         (("-k", "wieghts"), 2, "did you mean 'weights'?"),
     ):
+        assert run("export", trace, trace / "rows", "-k", "weights").exit_code == 1  # it is inside of the trace
         result = run("export", trace, folder, *arguments)
         assert result.exit_code == code
         assert says in result.output

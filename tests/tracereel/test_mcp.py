@@ -117,6 +117,7 @@ def test_nothing_outside_of_the_folders_is_read(given: str, runs: Path) -> None:
     for pair in ((given, "a.zarr"), ("a.zarr", given)):
         with pytest.raises(Refusal, match="nothing else may be read"):
             tools.diff(*pair)
+    assert folders.traces(".") == folders.traces(str(runs)) == folders.traces(None)
     assert folders.traces(None) == [str(runs / "a.zarr"), str(runs / "deep" / "b.h5")]
 
 

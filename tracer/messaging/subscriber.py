@@ -330,7 +330,9 @@ def unmet(receivers: Iterable[Receiver], offered: Offered, source: str, again: R
                     there = f"; there is tag {', '.join(tags)}" if elsewhere else ""
                     instead = _stand_ins(kind, subscription, offered)
                     if not of_kind[kind] and not instead:
-                        hints[did_you_mean(kind, others | {kept_of(known)[0] for known, _, _ in offered})] = kind
+                        hints[
+                            did_you_mean(kind, (others | {kept_of(known)[0] for known, _, _ in offered}) - {kind})
+                        ] = kind
                     elif of_kind[kind] and subscription.modules is not None:
                         hints |= dict.fromkeys(_other_modules(subscription.modules, of_kind[kind]), "")
                     if elsewhere and not instead:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Final, final
 
 import numpy as np
@@ -12,9 +12,11 @@ from numpy.typing import NDArray
 from tracer.errors import CaptureError, UnknownNameError
 from tracer.format.encodings import ENCODINGS
 from tracer.format.journal import COUNTERS, Column
-from tracer.messaging.messages import DEFAULT_TAG
+from tracer.messaging.messages import DEFAULT_TAG, kept_of
 from tracer.messaging.subscription import matches_tag
 from tracer.trace.columns import grouped
+from tracer.trace.described import Described
+from tracer.trace.rerun import rerun_of
 from tracer.trace.streams import Selection, StreamInfo, stream_name
 
 IDENTITY: Final = ("global_step", "message", "row")
@@ -72,7 +74,7 @@ class Aligned:
 
     def __init__(self, reader: Any, selection: Selection, features: int | None) -> None:
         self.path, self._features = reader.path, features
-        chosen = _chosen(reader.streams, selection)
+        chosen = _chosen(reader, selection)
         keys = list(dict.fromkeys((one.kind, one.module, one.leaf) for one in chosen))
         short = [module or kind for kind, module, _ in keys]
         self.names = [
@@ -193,9 +195,23 @@ class Aligned:
                     yield self._column_of[stream], places.reshape(-1), data
 
 
-def _chosen(streams: Sequence[StreamInfo], selection: Selection) -> list[StreamInfo]:
+def _chosen(reader: Described, selection: Selection) -> list[StreamInfo]:
     """The streams with data that are selected; refuses names that the trace does not have."""
-    found = [one for one in streams if one.dtype is not None and one.count]
+    found = [one for one in reader.streams if one.dtype is not None and one.count]
+    for what, patterns in (("kind", selection.kinds), ("module", selection.modules)):
+        if patterns is not None and not patterns:
+            raise CaptureError(f"a dataset needs the name of a {what} at least")
+    absent = {rank for rank in selection.ranks or () if rank not in reader.ranks}
+    if absent:
+        raise UnknownNameError.of("rank", str(min(absent)), map(str, reader.ranks))
+    recorded = {one.kind for one in found}
+    for kind in selection.kinds or ():
+        instead = sorted(one for one in recorded if kept_of(one)[0] == kind)
+        if instead and kind not in recorded:
+            raise CaptureError(
+                f"{reader.path} has only {' and '.join(instead)} of {kind}: record {kind} in full (`trace record -k "
+                f"{kind}`); {rerun_of(reader).hint([kind])}"
+            )
     asked = {"kind": selection.kinds, "module": selection.modules, "tag": selection.tags}
     for what, patterns in asked.items():
         known = {getattr(one, what) for one in found}

@@ -101,6 +101,8 @@ class TraceDataset(IterableDataset[Any]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next iteration go on behind the batches that had been given when `state` was taken."""
+        if not isinstance(state, Mapping) or not {"epoch", "batches"} <= set(state):
+            raise CaptureError(f"a state of a dataset is what `state_dict` returns, not {state!r:.100}")
         self._state = state
         self.set_epoch(state["epoch"])
 

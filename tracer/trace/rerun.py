@@ -10,7 +10,7 @@ from typing import Any
 from tracer.messaging.messages import DEFAULT_TAG
 from tracer.messaging.receiver import Rerun
 from tracer.secrets import masked
-from tracer.trace.reader import TraceReader
+from tracer.trace.described import Described
 from tracer.trace.streams import Steps
 
 _LAST = 10
@@ -43,7 +43,7 @@ def shortest(path: object) -> str:
     return shlex.quote(text if "://" in text else min(text, os.path.relpath(text), key=len))
 
 
-def rerun_of(reader: TraceReader, steps: Steps | None = None) -> Rerun:
+def rerun_of(reader: Described, steps: Steps | None = None) -> Rerun:
     """What to type to run steps of a trace again; without a range of steps, the last ten of the training."""
     again = Rerun(shortest(reader.path), script=script_of(reader.header) or Rerun().script)
     spans = [one.steps for one in reader.streams if one.tag == DEFAULT_TAG and one.steps]

@@ -324,6 +324,22 @@ def test_one_datapoint_with_nan_leaves_the_others_as_they_are(tmp_path: Path, in
         assert first.typical == pytest.approx(sorted(expected.values())[3], rel=1e-5)
 
 
+@pytest.mark.parametrize("weights", [True, False])
+def test_of_gradients_that_are_all_nan_none_stands_out(tmp_path: Path, weights: bool) -> None:
+    """That is said, and no arbitrary datapoints are listed."""
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    kinds = ("loss", "layer_inputs", "layer_gradients", "activations", *(["weight_gradients"] if weights else []))
+    with tracer.record(tmp_path / "run.zarr", model, optimizer, capture=tracer.Capture(kinds=kinds)):
+        for factor in (1.0, math.nan):
+            optimizer.zero_grad()
+            (model(torch.ones(5, 3)).sum() * factor).backward()
+            optimizer.step()
+    found = blame(tmp_path / "run.zarr", 1)
+    assert not found.suspects
+    assert "the gradients of all 5 datapoints of step 1 are not finite, so none stands out" in found.unseen
+
+
 def test_a_huge_gradient_does_not_make_the_others_small(tmp_path: Path) -> None:
     """Without layer inputs: a datapoint counts beside the median of the batch, which no single one moves."""
     torch.manual_seed(0)

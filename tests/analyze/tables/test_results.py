@@ -523,13 +523,21 @@ def test_tensorboard_has_a_run_for_each_trace(tensorboard: list[tuple[Any, ...]]
     ]  # fmt: skip
 
 
-def test_a_run_without_an_end_has_no_times(tmp_path: Path) -> None:
-    """Of a run that is still being recorded, it is not known when its steps were."""
-    with tracer.TraceWriter(tmp_path / "run.zarr") as writer:
-        writer.write(message("loss", 1.0, 0, None))
-        writer.commit()
-        with tracer.open(tmp_path / "run.zarr") as reader:
-            assert times_of(reader) is None
+def test_the_steps_of_a_run_that_is_being_recorded_end_now(tmp_path: Path) -> None:
+    """They are spread evenly until now; of a run whose beginning is unknown, nothing is."""
+    began = dt.datetime(2026, 1, 2, 3, tzinfo=dt.UTC)
+    for name, header in (("run", {"created": began.isoformat()}), ("unknown", {"created": "then"})):
+        with tracer.TraceWriter(tmp_path / f"{name}.zarr", header=header) as writer:
+            for step in range(2):
+                writer.write(message("loss", 1.0, step, None))
+            writer.commit()
+            with tracer.open(tmp_path / f"{name}.zarr") as reader:
+                times = times_of(reader)
+                assert (times is None) == (name == "unknown")
+                if times is not None:
+                    now = dt.datetime.now(dt.UTC)
+                    assert times(1) == pytest.approx(now.timestamp(), abs=60)
+                    assert times(0) == pytest.approx((began.timestamp() + now.timestamp()) / 2, abs=60)
 
 
 # -- for people ---------------------------------------------------------------------------------------------

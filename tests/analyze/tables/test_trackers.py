@@ -149,6 +149,16 @@ def test_mlflow(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rules = {(one["rule"], one["module"]) for one in json.loads((folder / "findings.json").read_text())}
     assert ("not_finite", "fc") in rules
     assert "not_finite in weight_updates of fc at step 1" in run.data.tags["verdict"]
+    Path("other").mkdir()
+    for path, header in (("other/run.zarr", {"name": "it's one"}), ("own.zarr", {})):
+        with tracer.TraceWriter(path, header=header):
+            pass
+    client.set_tag(client.create_run("0", run_name="own").info.run_id, "tags", "of the training")
+    for one in ("other/run.zarr", "own.zarr"):
+        analyze.check(one).to_tracker("mlflow:runs")
+    # another recording of the same name has a run of its own; the run that a training made itself goes on
+    assert sorted(one.info.run_name for one in client.search_runs(["0"])) == ["it's one", "it's one", "own"]
+    assert client.get_run(run.info.run_id).data.tags["trace"] == "run.zarr"
 
 
 def test_trackio(trace: Path) -> None:
@@ -202,6 +212,9 @@ def test_ranks_are_runs_of_their_own(trace: Path, monkeypatch: pytest.MonkeyPatc
         ("wand:x", tracer.UnknownNameError, "did you mean 'wandb'"),
         ("tensorboard", tracer.MessageError, "name one: tensorboard:DIR"),
         ("trackio:", tracer.MessageError, "name one: trackio:PROJECT"),
+        ("mlflow", tracer.MessageError, "mlflow:FOLDER, mlflow:URI or MLFLOW_TRACKING_URI"),
+        ("tensorboard:s3://bucket/events", tracer.MessageError, "takes no 's3://bucket/events'.*a folder"),
+        ("wandb:a/b/c", tracer.MessageError, "wandb:ENTITY/PROJECT"),
     ],
 )
 def test_targets_that_are_none(target: str, error: type[Exception], said: str) -> None:
